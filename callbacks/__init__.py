@@ -1,0 +1,1 @@
+"""Policies that choose the data while the model trains."""

@@ -1,0 +1,1 @@
+"""Data that can change while the model trains."""

@@ -1,0 +1,1 @@
+"""Train a model that does not fit on the GPU from an ordinary Lightning project."""

@@ -1,0 +1,1 @@
+"""The streaming engine: knows torch, knows nothing of Lightning."""

@@ -1,0 +1,1 @@
+"""What a policy may ask of a model."""
