@@ -1,0 +1,52 @@
+# Two commands do all the set-up on a fresh machine: `make demo` and `make test`.
+
+PYTHON ?= python3
+# Test processes; each runs on one thread.
+WORKERS ?= 2
+
+VENV := .venv
+BIN := $(VENV)/bin
+PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
+# What an installation depends on: when one of these changes, the next command installs again.
+INSTALLED_FROM := pyproject.toml constraints.txt $(wildcard setup.py lightning_megatrain/optim/*.c)
+
+.PHONY: demo test test-long test-all lint format typecheck clean
+
+demo: $(VENV)/installed
+	$(BIN)/python examples/demo.py
+
+test: lint
+	$(PYTEST) -m "not long"
+
+# Pytest's exit status 5 says that no test is marked long.
+test-long: $(VENV)/installed-dev
+	$(PYTEST) -m long || test $$? -eq 5
+
+test-all: test
+	$(MAKE) test-long
+
+lint: $(VENV)/installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(VENV)/installed-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# Also a test. It reads the installed wheel, so lightning_megatrain/callbacks/x.py in its output is callbacks/x.py in the tree.
+typecheck: $(VENV)/installed-dev
+	$(BIN)/python -m pytest tests/packaging -k mypy
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/installed: $(INSTALLED_FROM) | $(BIN)/python
+	$(BIN)/pip install --editable . --constraint constraints.txt
+	touch $@
+
+$(VENV)/installed-dev: $(INSTALLED_FROM) | $(BIN)/python
+	$(BIN)/pip install --editable '.[dev]' --constraint constraints.txt
+	touch $@

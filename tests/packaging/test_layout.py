@@ -1,0 +1,73 @@
+"""The tree keeps the arrows and the words that the design promises."""
+
+import ast
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+
+def imported_modules(folder: Path) -> Iterator[tuple[Path, str]]:
+    """Yields every module that the files under `folder` import, anywhere in them."""
+    for path in sorted(folder.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                yield from ((path, alias.name) for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                assert node.level == 0, f"{path}: relative imports cannot cross the mapped folders; write lightning_megatrain..."
+                yield path, node.module or ""
+
+
+def is_inside(module: str, *packages: str) -> bool:
+    return any(module == package or module.startswith(package + ".") for package in packages)
+
+
+LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities")
+
+
+@pytest.mark.parametrize(
+    ("folder", "forbidden"),
+    [
+        (
+            "lightning_megatrain/engine",
+            (*LIGHTNING, "lightning_megatrain.strategy", "lightning_megatrain.callbacks", "lightning_megatrain.datamodules"),
+        ),
+        ("lightning_megatrain/optim", (*LIGHTNING, "lightning_megatrain.strategy")),
+        ("datamodules", ("lightning_megatrain.engine", "lightning_megatrain.strategy", "lightning_megatrain.callbacks")),
+        ("callbacks", ("lightning_megatrain.engine",)),
+        (
+            "lightning_megatrain/model_ops",
+            ("lightning_megatrain.strategy", "lightning_megatrain.callbacks", "lightning_megatrain.datamodules"),
+        ),
+    ],
+)
+def test_imports_point_one_way(repository: Path, folder: str, forbidden: tuple[str, ...]) -> None:
+    modules = list(imported_modules(repository / folder))
+    assert [(path.name, module) for path, module in modules if is_inside(module, *forbidden)] == []
+
+
+def test_one_module_of_the_engine_at_most_names_torch_cuda(repository: Path) -> None:
+    naming = [
+        path.name
+        for path in (repository / "lightning_megatrain/engine").rglob("*.py")
+        if any(isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.cuda" for node in ast.walk(ast.parse(path.read_text())))
+    ]
+    assert len(naming) <= 1, naming
+
+
+def test_no_file_names_a_folder_of_somebodys_machine(repository: Path) -> None:
+    tracked = subprocess.run(["git", "ls-files", "-z"], cwd=repository, capture_output=True, text=True, check=True).stdout.split("\0")
+    private = re.compile(r"(?<![\w.~/:}-])/(work|farm|root|home|Users|tmp|opt)/\w")
+    found = []
+    for name in filter(None, tracked):
+        path = repository / name
+        if not path.is_file():
+            continue  # deleted, and the deletion not committed yet
+        try:
+            lines = path.read_text().splitlines()
+        except UnicodeDecodeError:
+            continue  # a picture or another binary file
+        found += [f"{name}:{number}: {line.strip()}" for number, line in enumerate(lines, 1) if private.search(line)]
+    assert found == []
