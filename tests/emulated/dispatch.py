@@ -1,0 +1,268 @@
+"""What an operator called on "emu" tensors does: its shape now, its numbers later.
+
+The first time an operator meets a signature (shapes, strides, dtypes, other arguments) it is tried on zeros of that signature, which tells exactly
+what the CPU kernel returns: views, its own arguments, or new tensors of which layout. From then on a call allocates the outputs and queues the
+kernel on the compute lane. Views act at once. What cannot be known without the numbers waits for the lane first, as it would on a GPU.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.emulated.device import DEVICE
+from tests.emulated.memory import Block
+from tests.emulated.queues import on_raw_memory
+from tests.emulated.tensor import EmulatedTensor, allocate
+
+aten = torch.ops.aten
+HOST_INDICES_ALLOWED = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
+UNINITIALIZED = {"aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided"}
+HANDLERS: dict[str, Callable[..., Any]] = {}  # operators that the general rule does not fit; see transfers.py
+
+
+def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Runs one operator; `__torch_dispatch__` of every emu tensor, and the kernel behind `torch.empty(..., device="emu")`."""
+    name = func._schema.name
+    with on_raw_memory():
+        if name in HANDLERS:
+            return HANDLERS[name](func, *args, **kwargs)
+        device = kwargs.get("device")
+        kwargs = {key: value for key, value in kwargs.items() if key not in ("device", "pin_memory")}
+        call = Call(func, args, kwargs)
+        if device is not None and torch.device(device).type != "emu":  # zeros_like(emu_tensor, device="cpu"): reads only the shape
+            return func(*call.args, **call.kwargs)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            return call.run_random()
+        return call.run()
+
+
+@dataclass
+class Fresh:
+    """An output in new memory."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass
+class Alias:
+    """An output that lies in the memory of the call's tensor number `index`."""
+
+    index: int
+
+
+NEEDS_NUMBERS = object()  # the plan of a call whose outputs cannot be known without running it
+_plans: dict[Any, Any] = {}
+
+
+class Call:
+    """An operator with its arguments brought down to raw memory."""
+
+    def __init__(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        self.func, self.name = func, func._schema.name
+        self.tensors: list[EmulatedTensor | None] = []  # one for each tensor among the arguments, None for a scalar from the host
+        self.raws: list[Tensor] = []
+        self.host_tensors: list[Tensor] = []
+        key: list[Any] = [func, torch.get_default_dtype()]
+        self.args = self._lower(args, key)
+        self.kwargs = {name: self._lower(value, key) for name, value in sorted(kwargs.items())}
+        key.append(tuple(sorted(kwargs)))
+        self.key = tuple(key)
+        if any(tensor is not None for tensor in self.tensors) and self.host_tensors and self.name not in HOST_INDICES_ALLOWED:
+            raise RuntimeError(
+                f"Expected all tensors to be on the same device, but found at least two devices, emu:0 and cpu! ({self.name} got a cpu tensor"
+                f" of shape {tuple(self.host_tensors[0].shape)})"
+            )
+        self.mutates = func._schema.is_mutable
+
+    def _lower(self, value: Any, key: list[Any]) -> Any:
+        if isinstance(value, Tensor):
+            if isinstance(value, EmulatedTensor):
+                raw = value.raw
+                self.tensors.append(value)
+            else:
+                raw = value.detach().clone()  # a scalar's value is read when the kernel is launched
+                self.tensors.append(None)
+                if value.dim() > 0:
+                    self.host_tensors.append(value)
+            self.raws.append(raw)
+            key.append((raw.dtype, raw.size(), raw.stride()))
+            return raw
+        if isinstance(value, (list, tuple)):
+            key.append(len(value))
+            return [self._lower(item, key) for item in value]
+        key.append((type(value), value))
+        return value
+
+    def run(self) -> Any:
+        """Makes the outputs and queues the work that fills them."""
+        if self._depends_on_numbers():
+            return self.run_now()
+        plan = _plans.get(self.key)
+        if plan is None:
+            plan = _plans[self.key] = self._probe()
+        if plan is NEEDS_NUMBERS:
+            return self.run_now()
+        return self._follow(plan, self.execute)
+
+    def run_random(self) -> Any:
+        """As `run`; the generator moves on at once, and the work draws later from where the generator stood at the call."""
+        state = torch.get_rng_state()
+        plan = self._probe(fill=1)
+        if plan is NEEDS_NUMBERS:
+            torch.set_rng_state(state)
+            return self.run_now()
+
+        def draw() -> Any:
+            later = torch.get_rng_state()
+            torch.set_rng_state(state)
+            try:
+                return self.execute()
+            finally:
+                torch.set_rng_state(later)
+
+        return self._follow(plan, draw)
+
+    def run_now(self) -> Any:
+        """Waits for the compute lane, then runs on its numbers."""
+        DEVICE.compute.flush()
+        shapes = [(raw.size(), raw.stride()) for raw in self.raws]
+        result = self.execute()
+        for tensor, raw, shape in zip(self.tensors, self.raws, shapes, strict=True):
+            if tensor is not None and (raw.size(), raw.stride()) != shape:
+                raise NotImplementedError(f"{self.name} gave an emu tensor another shape in place")
+
+        def wrap(output: Tensor) -> Tensor:
+            index = self._aliased(output, self.raws)
+            if index is None:
+                return EmulatedTensor(output, Block(output, DEVICE.compute, DEVICE.memory))
+            return self._wrap_alias(index, output)
+
+        return tree_map(wrap, result)
+
+    def execute(self) -> Any:
+        return kernel(self.func)(*self.args, **self.kwargs)
+
+    def _depends_on_numbers(self) -> bool:
+        tags = self.func.tags
+        if torch.Tag.data_dependent_output in tags:
+            return True
+        if torch.Tag.dynamic_output_shape not in tags:
+            return False
+        return self.name != "aten::index" or any(raw.dtype in (torch.bool, torch.uint8) for raw in self.raws[1:])
+
+    def _probe(self, fill: int = 0) -> Any:
+        """Tries the operator on numbers that do not matter, to learn what it returns."""
+        stand_ins = {id(raw): _stand_in(raw, fill) for raw in self.raws}
+        args, kwargs = (tree_map(lambda raw: stand_ins[id(raw)], value) for value in (self.args, list(self.kwargs.values())))
+        try:
+            result = kernel(self.func)(*args, **dict(zip(self.kwargs, kwargs, strict=True)))
+        except Exception:  # these numbers were unfit, or the call is wrong: the real numbers will tell
+            return NEEDS_NUMBERS
+        dummies = [stand_ins[id(raw)] for raw in self.raws]
+        resized = {
+            index: Fresh(dummy.size(), dummy.stride(), dummy.dtype)
+            for index, (dummy, raw) in enumerate(zip(dummies, self.raws, strict=True))
+            if dummy.size() != raw.size() or dummy.stride() != raw.stride()
+        }
+        plan = []
+        for output in leaves(result):
+            if not isinstance(output, Tensor):
+                return NEEDS_NUMBERS
+            index = self._aliased(output, dummies)
+            if index is None and any(step == 0 and length > 1 for step, length in zip(output.stride(), output.size(), strict=True)):
+                return NEEDS_NUMBERS
+            plan.append(Fresh(output.size(), output.stride(), output.dtype) if index is None else Alias(index))
+        shape = tree_map(lambda _: 0, result)
+        if not self.mutates and any(isinstance(output, Alias) for output in plan) and any(isinstance(output, Fresh) for output in plan):
+            return NEEDS_NUMBERS
+        return shape, plan, resized
+
+    def _aliased(self, output: Tensor, inputs: list[Tensor]) -> int | None:
+        address = output.untyped_storage()._cdata
+        return next((i for i, raw in enumerate(inputs) if raw.untyped_storage()._cdata == address), None)
+
+    def _wrap_alias(self, index: int, output: Tensor) -> Tensor:
+        tensor = self.tensors[index]
+        if tensor is None:
+            return EmulatedTensor(output, Block(output, DEVICE.compute, DEVICE.memory))
+        return EmulatedTensor(output, tensor.block) if output is not tensor.raw else tensor
+
+    def _follow(self, plan: Any, execute: Callable[[], Any]) -> Any:
+        shape, outputs, resized = plan
+        for index, new in resized.items():
+            self._resize(index, new)
+        if not self.mutates and outputs and all(isinstance(output, Alias) for output in outputs):
+            views = iter(outputs)
+            return tree_map(lambda raw: self._wrap_alias(next(views).index, raw), execute())
+        made: list[Tensor] = []
+        filled: list[tuple[int, Tensor]] = []  # (number of the output, raw memory it goes to)
+        for number, output in enumerate(outputs):
+            if isinstance(output, Alias):
+                made.append(self._argument(output.index))
+            else:
+                tensor = allocate(output.size, output.stride, output.dtype, written_by_next=self.name not in UNINITIALIZED)
+                made.append(tensor)
+                filled.append((number, tensor.raw))
+
+        if self.name not in UNINITIALIZED:
+
+            def work() -> None:
+                results = leaves(execute())
+                for number, raw in filled:
+                    raw.copy_(results[number])
+
+            DEVICE.compute.add(work)
+        makes = iter(made)
+        return tree_map(lambda _: next(makes), shape, is_leaf=lambda leaf: leaf == 0)
+
+    def _resize(self, index: int, new: Fresh) -> None:
+        """Gives an `out=` argument that does not fit the memory it needs."""
+        tensor, old = self._argument(index), self.raws[index]
+        made = allocate(new.size, new.stride, new.dtype, written_by_next=True)
+        tensor.become(made.raw, made.block)
+        self.args = tree_map(lambda raw: made.raw if raw is old else raw, self.args)
+        self.kwargs = {name: tree_map(lambda raw: made.raw if raw is old else raw, value) for name, value in self.kwargs.items()}
+        self.raws[index] = made.raw
+
+    def _argument(self, index: int) -> EmulatedTensor:
+        tensor = self.tensors[index]
+        if tensor is None:
+            raise RuntimeError(f"{self.name} would write a cpu scalar")
+        return tensor
+
+
+def _stand_in(raw: Tensor, fill: int) -> Tensor:
+    last = sum((length - 1) * step for length, step in zip(raw.size(), raw.stride(), strict=True)) if raw.numel() else -1
+    return torch.full((raw.storage_offset() + last + 1,), fill, dtype=raw.dtype).as_strided(raw.size(), raw.stride(), raw.storage_offset())
+
+
+def kernel(func: Any) -> Any:
+    return _histc_of_integers if func is aten.histc.default else func
+
+
+def _histc_of_integers(values: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """CUDA counts integers, the CPU only floating point; Mixtral's router asks by device."""
+    return values.new_tensor(aten.histc.default(values.double(), *args, **kwargs).tolist()) if not values.is_floating_point() else aten.histc.default(
+        values, *args, **kwargs
+    )
+
+
+def leaves(value: Any) -> list[Any]:
+    """Returns what `value` holds, in order, without None."""
+    if isinstance(value, (list, tuple)):
+        return [leaf for item in value for leaf in leaves(item)]
+    return [] if value is None else [value]
+
+
+def tree_map(function: Callable[[Any], Any], value: Any, is_leaf: Callable[[Any], bool] = lambda leaf: isinstance(leaf, Tensor)) -> Any:
+    """Applies `function` to the tensors of nested lists and tuples."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(tree_map(function, item, is_leaf) for item in value) if type(value) in (list, tuple) else tuple(
+            tree_map(function, item, is_leaf) for item in value
+        )
+    return function(value) if is_leaf(value) else value
