@@ -1,1 +1,7 @@
-"""Data that can change while the model trains."""
+"""Data for training: named domains of text, packed for a causal LM, and loaders whose order can change while the model trains."""
+
+from lightning_megatrain.datamodules.mixture import MixtureDataModule
+from lightning_megatrain.datamodules.packing import PackedBlocks, PaddedDocuments, keeps_documents_apart
+from lightning_megatrain.datamodules.text_domains import Domain
+
+__all__ = ["Domain", "MixtureDataModule", "PackedBlocks", "PaddedDocuments", "keeps_documents_apart"]

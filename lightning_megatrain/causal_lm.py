@@ -1,0 +1,418 @@
+"""CausalLM: a Hugging Face causal language model as a LightningModule.
+
+Shapes: B rows, T tokens a row, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import time
+from typing import Any, Literal
+
+import lightning as L
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from typing_extensions import override
+
+from lightning_megatrain.datamodules.packing import IGNORED
+from lightning_megatrain.token_window import TokenWindow
+
+Batch = dict[str, torch.Tensor]
+
+
+class CausalLM(L.LightningModule):
+    """Train, validate and sample a Hugging Face causal LM.
+
+    The loss is the mean over the label tokens of the whole accumulation window, over all devices, so batch 8, 4 x 2 and 8 x 1 give the
+    same gradient; see :mod:`lightning_megatrain.token_window`. A mixture-of-experts model's router loss is added where its config
+    asks for it (`output_router_logits`), weighted by label tokens too; it is no mean over tokens and depends on how the window is cut.
+
+    Weights are built in :meth:`configure_model`, after the data was checked, straight into host memory, in FP32.
+
+    Logged at each optimizer step: `train_loss`, `train_perplexity`, `tokens_per_second` (without padding), `trained_tokens_per_second`
+    (those with a label). Over a whole validation: `val_loss` and `val_perplexity` over all label tokens, and the same `/<domain>` for
+    each loader, named by the datamodule's `domain_names` or else by number. The same for `test_`.
+
+    Args:
+        model: A hub id, a local folder, or the config of a model to initialise at random: `model_type` and its fields.
+        revision: The version of a hub model.
+        attn_implementation: `"sdpa"`, `"eager"`, ... None: what transformers chooses.
+        lora: Arguments of `peft.LoraConfig`, for example `{r: 16, target_modules: all-linear}`; only adapters train. Needs the extra
+            `lora`. None: all weights train.
+        optimizer: The class to build, as a dotted path. It gets two groups: weights, and norms and biases (all of one dimension)
+            without weight decay.
+        optimizer_args: Further arguments of the class, for example `{betas: [0.9, 0.95]}`.
+        learning_rate: The peak.
+        weight_decay: Of the first group.
+        schedule: How the rate goes from its peak at the end of the warmup to `min_lr_ratio` of it at the last step.
+        warmup_steps: Optimizer steps over which the rate rises evenly to its peak.
+        min_lr_ratio: The last rate as a share of the peak; `"constant"` ignores it.
+
+    Raises:
+        ValueError: The model's config cannot be found or a setting is out of range.
+        ModuleNotFoundError: `lora` is given but peft is not installed.
+    """
+
+    def __init__(
+        self,
+        model: str | dict[str, Any],
+        revision: str | None = None,
+        attn_implementation: str | None = None,
+        lora: dict[str, Any] | None = None,
+        optimizer: str = "torch.optim.AdamW",
+        optimizer_args: dict[str, Any] | None = None,
+        learning_rate: float = 3e-4,
+        weight_decay: float = 0.1,
+        schedule: Literal["cosine", "linear", "constant"] = "cosine",
+        warmup_steps: int = 0,
+        min_lr_ratio: float = 0.1,
+    ) -> None:
+        super().__init__()
+        if schedule not in ("cosine", "linear", "constant"):
+            raise ValueError(f"`schedule` is {schedule!r}: it must be 'cosine', 'linear' or 'constant'.")
+        if not (learning_rate > 0 and weight_decay >= 0 and warmup_steps >= 0 and 0 <= min_lr_ratio <= 1):
+            raise ValueError(
+                f"One of {learning_rate=}, {weight_decay=}, {warmup_steps=}, {min_lr_ratio=} is out of range: the rate must be above 0, "
+                "decay and warmup at least 0, and the ratio between 0 and 1."
+            )
+        if lora is not None:
+            _import_peft()
+        self.save_hyperparameters()
+        self.config: PretrainedConfig = load_config(model, revision)
+        self.optimizer_class = _import_class(optimizer)
+        self.model: PreTrainedModel | None = None
+        """The Hugging Face model (under peft's wrapper with `lora`), once :meth:`configure_model` has run."""
+        self.window = TokenWindow()
+        self._evaluated: dict[int, torch.Tensor] = {}  # loader -> (loss sum, label tokens), float64
+        self._clock: float | None = None
+        self._seconds = 0.0  # of the window so far
+        self._tokens = [0, 0]  # of the window so far: without padding, with a label
+        self._packing_checked = False
+
+    @override
+    def configure_model(self) -> None:
+        """Build the model and its weights, once."""
+        if self.model is not None:
+            return
+        options: dict[str, Any] = {"dtype": torch.float32}
+        if self.hparams["attn_implementation"] is not None:
+            options["attn_implementation"] = self.hparams["attn_implementation"]
+        source = self.hparams["model"]
+        if isinstance(source, str):
+            model = AutoModelForCausalLM.from_pretrained(source, revision=self.hparams["revision"], **options)
+        else:
+            model = AutoModelForCausalLM.from_config(self.config, **options)
+        if self.hparams["lora"] is not None:
+            peft = _import_peft()
+            model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **self.hparams["lora"]))
+        self.model = model.train()
+
+    @override
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """Logits (B, T, V) of a batch; its labels are not looked at."""
+        return self._run(batch).logits
+
+    def token_losses(self, batch: Batch) -> torch.Tensor:
+        """Loss of each label token, (B, T - 1) FP32, zero where the label is `-100`."""
+        return _token_losses(self(batch), batch["labels"])
+
+    @override
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, torch.Tensor]:
+        """The loss of a micro-batch, and the loss sum and label tokens of each row (B,)."""
+        self._check_packing(batch)
+        outputs = self._run(batch)
+        losses = _token_losses(outputs.logits, batch["labels"])
+        counts = (batch["labels"][:, 1:] != IGNORED).sum(1)
+        loss_sum = losses.sum()
+        if getattr(outputs, "aux_loss", None) is not None and self.config.output_router_logits:
+            loss_sum = loss_sum + self.config.router_aux_loss_coef * outputs.aux_loss.to(loss_sum.device) * counts.sum()
+
+        if batch_idx % self.trainer.accumulate_grad_batches == 0:
+            self.window.start()
+        totals = self._mean_over_processes(torch.stack([loss_sum.detach().double(), counts.sum().double()]))
+        if not math.isfinite(totals[0]):
+            self._refuse_loss(totals[0], batch_idx)
+        self.window.add(*totals)
+        self._log_window(batch, counts)
+        return {"loss": loss_sum / self.window.divisor, "sample_losses": losses.detach().sum(1), "sample_tokens": counts}
+
+    @override
+    def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        """Run backward, and after the window's last give its gradients their weight (before any hook or clipping sees them)."""
+        super().backward(loss, *args, **kwargs)
+        if self._window_ends():
+            self.window.correct(self.parameters(), self.trainer.accumulate_grad_batches)
+
+    @override
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        assert self.model is not None
+        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        groups = [
+            {"params": [p for p in trained if p.dim() > 1], "weight_decay": self.hparams["weight_decay"]},
+            {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0},  # norms and biases
+        ]
+        optimizer = self.optimizer_class(
+            [group for group in groups if group["params"]], lr=self.hparams["learning_rate"], **(self.hparams["optimizer_args"] or {})
+        )
+        if self.hparams["schedule"] != "constant" and self.trainer.max_steps == -1 and self.trainer.max_epochs == -1:
+            raise MisconfigurationException(
+                f"schedule={self.hparams['schedule']!r} ends with the training, which has no end: set `max_steps` or `max_epochs` "
+                "in the Trainer, or schedule='constant'."
+            )
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": LambdaLR(optimizer, self._rate), "interval": "step"}}
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self._clock = self._clock or time.perf_counter()
+
+    @override
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        now = time.perf_counter()
+        self._seconds += now - (self._clock or now)
+        self._clock = now  # the wait for the next batch counts, a validation in between does not
+        if self._window_ends():
+            for name, tokens in zip(("tokens_per_second", "trained_tokens_per_second"), self._tokens, strict=True):
+                self.log(name, self.trainer.world_size * tokens / max(self._seconds, 1e-9), prog_bar=name == "tokens_per_second")
+            self._seconds, self._tokens = 0.0, [0, 0]
+
+    @override
+    def on_validation_start(self) -> None:
+        self._clock = None
+        self._evaluated.clear()
+
+    @override
+    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self._evaluate(batch, dataloader_idx)
+
+    @override
+    def on_validation_epoch_end(self) -> None:
+        self._log_evaluation("val")
+
+    @override
+    def on_test_start(self) -> None:
+        self._evaluated.clear()
+
+    @override
+    def test_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self._evaluate(batch, dataloader_idx)
+
+    @override
+    def on_test_epoch_end(self) -> None:
+        self._log_evaluation("test")
+
+    @override
+    def predict_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> dict[str, torch.Tensor]:
+        """Score a batch: the loss sum (B,) FP32 and the label tokens (B,) int64 of each row."""
+        return {"loss": self.token_losses(batch).sum(1), "tokens": (batch["labels"][:, 1:] != IGNORED).sum(1)}
+
+    @torch.no_grad()
+    def generate(self, prompt: str, tokenizer: PreTrainedTokenizerBase, max_new_tokens: int = 100, seed: int = 0, **options: Any) -> str:
+        """Continue a text, after training or between two steps. The global random state is left as it was.
+
+        Args:
+            prompt: The text to go on from, without which the tokenizer's begin or end token starts.
+            tokenizer: The model's, for example `datamodule.tokenizer`.
+            max_new_tokens: How much to add.
+            seed: Of the sampling.
+            options: Of `transformers` `generate`, over `do_sample=True`.
+
+        Returns:
+            The prompt and what follows.
+        """
+        self.configure_model()
+        assert self.model is not None
+        start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+        ids = tokenizer(prompt, add_special_tokens=False)["input_ids"] if prompt else [start]
+        input_ids = torch.tensor([ids], device=self.device)
+        settings = {"do_sample": True, "pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, **options}
+        training = self.model.training
+        self.model.eval()
+        try:
+            with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
+                torch.manual_seed(seed)
+                output = self.model.generate(
+                    input_ids=input_ids, attention_mask=torch.ones_like(input_ids), max_new_tokens=max_new_tokens, **settings
+                )
+        finally:
+            self.model.train(training)
+        return str(tokenizer.decode(output[0], skip_special_tokens=True))
+
+    def _run(self, batch: Batch) -> Any:
+        assert self.model is not None, "configure_model() builds the model; the Trainer calls it, or call it yourself."
+        inputs = {key: batch[key] for key in ("input_ids", "attention_mask", "position_ids") if key in batch}
+        # With a cache transformers takes the row for one document and lets packed ones see each other.
+        return self.model(**inputs, use_cache=False)
+
+    def _mean_over_processes(self, totals: torch.Tensor) -> list[float]:
+        if self.trainer.world_size > 1:
+            totals = self.trainer.strategy.reduce(totals, reduce_op="mean")
+        return [float(total) for total in totals.tolist()]
+
+    def _window_ends(self) -> bool:
+        # Lightning's own answer to "is this the micro-batch that steps", the last and shorter window of an epoch included.
+        return not self.trainer.fit_loop._should_accumulate()
+
+    def _refuse_loss(self, loss: float, batch_idx: int) -> None:
+        rate = self.trainer.optimizers[0].param_groups[0]["lr"]
+        raise FloatingPointError(
+            f"The loss is {loss} at step {self.trainer.global_step} (epoch {self.trainer.current_epoch}, batch {batch_idx}, "
+            f"learning rate {rate:g}). No weight was changed by it. Lower `learning_rate`, set `gradient_clip_val` in the Trainer or lengthen `warmup_steps`, "
+            "and look at that batch; `ckpt_path` resumes from the last checkpoint."
+        )
+
+    def _log_window(self, batch: Batch, counts: torch.Tensor) -> None:
+        self._tokens[0] += _tokens_without_padding(batch)
+        self._tokens[1] += int(counts.sum())
+        if not self._window_ends():
+            return
+        if not self.window.count:
+            raise ValueError(
+                f"No token to train on in step {self.trainer.global_step}: every label of its {self.trainer.accumulate_grad_batches} "
+                f"micro-batches is {IGNORED}. Look at the data's `labels`."
+            )
+        self.log("train_loss", self.window.mean_loss, prog_bar=True)
+        self.log("train_perplexity", _perplexity(self.window.mean_loss))
+
+    def _evaluate(self, batch: Batch, dataloader_idx: int) -> None:
+        self._check_packing(batch)
+        totals = torch.stack([self.token_losses(batch).double().sum(), (batch["labels"][:, 1:] != IGNORED).sum().double()])
+        self._evaluated[dataloader_idx] = self._evaluated.get(dataloader_idx, 0) + totals.cpu()
+
+    def _log_evaluation(self, stage: str) -> None:
+        names = getattr(getattr(self.trainer, "datamodule", None), "domain_names", [])
+        overall = torch.zeros(2, dtype=torch.float64)
+        for index, totals in sorted(self._evaluated.items()):
+            loss_sum, count = self._mean_over_processes(totals.to(self.device))
+            overall += torch.tensor([loss_sum, count])
+            if count and (names or len(self._evaluated) > 1):
+                self._log_loss(stage, "/" + (names[index] if index < len(names) else str(index)), loss_sum / count)
+        if overall[1]:
+            self._log_loss(stage, "", float(overall[0] / overall[1]))
+
+    def _log_loss(self, stage: str, suffix: str, loss: float) -> None:
+        self.log(f"{stage}_loss{suffix}", loss, prog_bar=not suffix)
+        self.log(f"{stage}_perplexity{suffix}", _perplexity(loss), prog_bar=bool(suffix))
+
+    def _rate(self, step: int) -> float:
+        """Learning rate of a step, counted from 0, as a share of the peak."""
+        warmup, least = self.hparams["warmup_steps"], self.hparams["min_lr_ratio"]
+        if step < warmup:
+            return (step + 1) / warmup
+        if self.hparams["schedule"] == "constant" or step == warmup:
+            return 1.0
+        # Asked for only while training: before, it would build the loaders early, and Lightning would lose their resumed position.
+        done = min(1.0, (step - warmup) / max(1.0, self.trainer.estimated_stepping_batches - 1 - warmup))
+        share = 1 - done if self.hparams["schedule"] == "linear" else (1 + math.cos(math.pi * done)) / 2
+        return least + (1 - least) * share
+
+    @torch.no_grad()
+    def _check_packing(self, batch: Batch) -> None:
+        """Once, before the first batch of packed documents: see that this model keeps them apart.
+
+        Two tiny documents change places in a row. Where documents do not see each other their logits stay the same but for
+        rounding. The median over tokens decides, as rounding may send single tokens to another expert.
+        """
+        if self._packing_checked or "attention_mask" in batch or "position_ids" not in batch:
+            return
+        self._packing_checked = True
+        assert self.model is not None
+        positions = torch.tensor([[0, 1, 0, 1, 2], [0, 1, 2, 0, 1]])
+        ids = torch.tensor([[0, 1, 2, 3, 4], [2, 3, 4, 0, 1]]) * 7 % self.config.get_text_config().vocab_size
+        training = self.model.training
+        self.model.eval()
+        try:
+            logits = self._run({"input_ids": ids.to(self.device), "position_ids": positions.to(self.device)}).logits.float()
+        finally:
+            self.model.train(training)
+        swapped = torch.cat([logits[1, 3:], logits[1, :3]])
+        change = ((logits[0] - swapped).abs().amax(-1) / logits[0].abs().amax(-1)).median().item()
+        rounding = 1e-3 if self.trainer.precision == "32-true" else 2e-2  # of FP32, of BF16 with its 8 bits over some layers
+        if not change <= rounding:
+            raise MisconfigurationException(
+                f"{type(self.model).__name__} ({self.config.model_type}) does not keep packed documents apart: its logits change "
+                f"by {change:.1%} with a document's neighbour. Set packing='padded' in the datamodule."
+            )
+
+
+def load_config(model: str | dict[str, Any], revision: str | None = None) -> PretrainedConfig:
+    """Find a model's config without its weights.
+
+    Args:
+        model: A hub id, a local folder, or `model_type` and the fields of its config.
+        revision: The version of a hub model.
+
+    Raises:
+        ValueError: There is no such model or type, or a field that its config does not know.
+    """
+    if isinstance(model, str):
+        try:
+            return AutoConfig.from_pretrained(model, revision=revision)
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"No model config could be loaded from {model!r}: give a hub id or a folder with a config.json. ({error})"
+            ) from error
+    fields = dict(model)
+    kind = fields.pop("model_type", None)
+    if kind not in CONFIG_MAPPING:
+        raise ValueError(
+            f"`model` has model_type={kind!r}, which transformers does not know: give one such as 'llama', with the fields of its config."
+        )
+    known = CONFIG_MAPPING[kind]()
+    unknown = [field for field in fields if not hasattr(known, field)]
+    if unknown:
+        raise ValueError(f"`model` has the unknown key {unknown[0]!r}: {type(known).__name__} has no such field.")
+    config = AutoConfig.for_model(kind, **fields)
+    # Default special tokens of the type may lie outside a small vocabulary.
+    for token in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        value = getattr(config, token, None)
+        if token not in fields and isinstance(value, int) and value >= config.get_text_config().vocab_size:
+            setattr(config, token, None)
+    return config
+
+
+def _token_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Cross-entropy of each next token, (B, T - 1), in FP32 as transformers computes it."""
+    losses = F.cross_entropy(logits[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED, reduction="none")
+    return losses.view(labels.shape[0], -1)
+
+
+def _tokens_without_padding(batch: Batch) -> int:
+    if "attention_mask" in batch:
+        return int(batch["attention_mask"].sum())
+    tokens = batch["input_ids"].numel()
+    if "position_ids" not in batch:
+        return tokens
+    # A packed row's padding is its tail of position 0 and no label (and a last document of one token, which trains nothing either).
+    padding = ((batch["labels"] == IGNORED) & (batch["position_ids"] == 0)).long()
+    return tokens - int(padding.flip(1).cumprod(1).sum())
+
+
+def _perplexity(loss: float) -> float:
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
+
+
+def _import_class(path: str) -> Any:
+    module, _, name = path.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"`optimizer` is {path!r}, which cannot be imported: give a dotted path such as 'torch.optim.AdamW'. ({error})"
+        ) from error
+
+
+def _import_peft() -> Any:
+    try:
+        return importlib.import_module("peft")
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "`lora` needs peft: pip install 'lightning-megatrain[lora]', or leave `lora` out to train all weights."
+        ) from error
