@@ -1,6 +1,8 @@
 """The wheel holds the whole package under its public names, and nothing else."""
 
+import email
 import os
+import re
 import sys
 import zipfile
 from pathlib import Path
@@ -8,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.packaging.conftest import run
+from tests.packaging.test_layout import imported_modules
 
 # Where each folder of the tree is imported from.
 FOLDERS = {
@@ -31,6 +34,15 @@ def test_the_wheel_carries_every_source_file(repository: Path, wheel: Path) -> N
 def test_the_wheel_installs_one_top_level_package(wheel: Path) -> None:
     top_level = {name.split("/")[0] for name in zipfile.ZipFile(wheel).namelist()}
     assert {name for name in top_level if not name.endswith(".dist-info")} == {"lightning_megatrain"}
+
+
+def test_the_wheel_declares_every_package_it_imports(repository: Path, wheel: Path) -> None:
+    archive = zipfile.ZipFile(wheel)
+    (metadata,) = (archive.read(name).decode() for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+    requirements = email.message_from_string(metadata).get_all("Requires-Dist", [])
+    declared = {re.split(r"[^\w-]", requirement)[0].replace("-", "_") for requirement in requirements if "dev" not in requirement}
+    imported = {module.split(".")[0] for folder in FOLDERS for _, module in imported_modules(repository / folder)}
+    assert imported - sys.stdlib_module_names - {"lightning_megatrain"} - declared == set()
 
 
 @pytest.mark.parametrize("name", ["lightning_megatrain", "lightning_megatrain.callbacks", "lightning_megatrain.datamodules"])
