@@ -1,0 +1,74 @@
+"""What the engine holds on the device and moves over the bus, counted exactly."""
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Literal
+
+from torch import Tensor
+
+Kind = Literal["slots", "resident", "buffers", "saved inputs", "gradients"]
+
+
+class Holding:
+    """Device bytes of some tensors, counted until `release` or the death of this object."""
+
+    def __init__(self, accounting: "Accounting", kind: Kind, tensors: Iterable[Tensor]) -> None:
+        self._accounting, self._kind = accounting, kind
+        self._storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors if tensor.numel()}
+        accounting._take(kind, self._storages)
+
+    def release(self) -> None:
+        self._accounting._give(self._kind, self._storages)
+        self._storages = {}
+
+    def __del__(self) -> None:
+        self.release()
+
+
+class Accounting:
+    """Bytes on the device by kind, bytes moved each way, and how often each layer was loaded.
+
+    Storages are counted once, however many tensors view them. On the CPU, where weights are used where they lie, slots count no bytes.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[Kind, dict[int, list[int]]] = {}
+        self.device_bytes: Counter[Kind] = Counter()
+        """Bytes held on the device now, by kind."""
+        self.peak_bytes: Counter[Kind] = Counter()
+        """The most bytes held at once, by kind."""
+        self.loads: Counter[str] = Counter()
+        """Times each layer's weights were brought into a slot, by layer."""
+        self.bytes_to_device = 0
+        self.bytes_to_host = 0
+        self.prefetch_hits = 0
+        """Times a layer was in a slot, or on its way, when it was wanted."""
+        self.prefetch_misses = 0
+        """Times a layer had to be asked for at the moment it was wanted."""
+
+    def reset(self) -> None:
+        """Sets the counts of movement to zero and the peaks to what is held now."""
+        self.loads.clear()
+        self.bytes_to_device = self.bytes_to_host = self.prefetch_hits = self.prefetch_misses = 0
+        self.peak_bytes = Counter(self.device_bytes)
+
+    def hold(self, kind: Kind, tensors: Iterable[Tensor]) -> Holding:
+        """Counts the storages of `tensors` as held on the device."""
+        return Holding(self, kind, tensors)
+
+    def _take(self, kind: Kind, storages: dict[int, int]) -> None:
+        held = self._held.setdefault(kind, {})
+        for key, nbytes in storages.items():
+            if key in held:
+                held[key][0] += 1
+            else:
+                held[key] = [1, nbytes]
+                self.device_bytes[kind] += nbytes
+        self.peak_bytes[kind] = max(self.peak_bytes[kind], self.device_bytes[kind])
+
+    def _give(self, kind: Kind, storages: dict[int, int]) -> None:
+        held = self._held.get(kind, {})
+        for key in storages:
+            held[key][0] -= 1
+            if held[key][0] == 0:
+                self.device_bytes[kind] -= held.pop(key)[1]

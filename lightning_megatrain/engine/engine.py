@@ -1,0 +1,275 @@
+"""The engine: takes the place of a module's forwards and streams its layers from host memory."""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import MethodType, TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils import _pytree as pytree
+
+from lightning_megatrain.engine import cuda as _  # noqa: F401  (registers its page locker)
+from lightning_megatrain.engine import hugging_face
+from lightning_megatrain.engine.accounting import Accounting
+from lightning_megatrain.engine.device_buffers import DeviceBuffers
+from lightning_megatrain.engine.gradients import Gradients
+from lightning_megatrain.engine.host import Clock, HostLayer
+from lightning_megatrain.engine.lanes import lanes_of
+from lightning_megatrain.engine.layers import Layers, find_layers
+from lightning_megatrain.engine.passes import _STREAMED
+from lightning_megatrain.engine.pinning import PAGE_LOCKERS, LockedMemory, copy_read_only
+from lightning_megatrain.engine.resident import Residents
+from lightning_megatrain.engine.stream import Phase, Stream
+from lightning_megatrain.engine.streamed_layer import run_layer
+from lightning_megatrain.engine.transfer import HostToDevice
+
+
+class Engine:
+    """Trains a module on `device` while its parameters stay in host memory.
+
+    ``with Engine(model, "cuda"):`` is all a plain training loop needs: the optimizer works on the module's own parameters and their `.grad`, on the
+    host. Inputs may be on the device or on the host; when the module is called with host tensors only, it answers with host tensors. On leaving,
+    the module is as it came.
+
+    ::
+
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        with Engine(model, "cuda"):
+            for batch, target in data:
+                loss = loss_function(model(batch), target)
+                loss.backward()          # every gradient is on the host when this returns
+                optimizer.step()
+                optimizer.zero_grad()
+
+    Args:
+        module: The module; its parameters must be on the CPU. They keep their identity, and their storage (unless it is a read-only map).
+        device: Where to compute. On the CPU nothing is copied, but layers are streamed and recomputed all the same.
+        layers: Class names or path patterns of the modules to stream; see `find_layers` for what happens when it is left out.
+        resident: Class names or path patterns of modules to keep on the device.
+        slots: Device buffers for weights, each of the size of the largest layer. Two let one layer load while another runs.
+        staging_buffers: Host buffers for gradients, each of the size of the largest layer's gradients. Two let one be emptied while one fills.
+        compute_dtype: The dtype in which floating-point parameters reach the device; None for their own. Gradients arrive in that dtype and are
+            accumulated in the parameter's.
+        stream_casts: Under BF16 autocast, send parameters as BF16 that autocast would only ever cast to BF16: half the bytes, the same result. Costs
+            2 bytes of host memory for each such parameter.
+        progress: Called with the bytes of each range of host memory that was page-locked.
+
+    Raises:
+        ValueError: Nothing can be streamed, or a parameter is not on the CPU.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device: torch.device | str = "cpu",
+        *,
+        layers: Sequence[str] | None = None,
+        resident: Sequence[str] | None = None,
+        slots: int = 2,
+        staging_buffers: int = 2,
+        compute_dtype: torch.dtype | None = None,
+        stream_casts: bool = True,
+        progress: Callable[[int], None] = lambda nbytes: None,
+    ) -> None:
+        self.device = torch.device(device)
+        self.casts_streamed = stream_casts and compute_dtype is None
+        found = find_layers(module, layers, resident)
+        _check(module, found, slots, staging_buffers)
+        self._root = module
+        self._compute_dtype = compute_dtype
+        self._staging_buffers = staging_buffers
+        self._clock = Clock()
+        self.accounting = Accounting()
+        self._lanes = lanes_of(self.device)
+        locker = PAGE_LOCKERS.get(self.device.type)
+        self.memory = LockedMemory(locker() if locker else None)
+        if not self._lanes.in_host_memory:
+            copy_read_only(module.parameters())
+            self.memory.lock(module.parameters(), progress)
+        transfer = HostToDevice(self._lanes, self.memory)
+        self.transfer = transfer
+        if not self._lanes.in_host_memory:
+            transfer.prepare(list(module.parameters()))
+        resident_parameters = set(found.resident.values())
+        self.layers = [
+            HostLayer(index, name, layer, layer.forward, resident_parameters, compute_dtype, self.memory.allocate)
+            for index, (name, layer) in enumerate(found.streamed.items())
+        ]
+        self._layer_of = {layer.module: layer for layer in self.layers}
+        self._layers_of_parameter = {parameter: layer for layer in self.layers for parameter in layer.parameters}
+        self.on_backward_end: list[Callable[[], None]] = [self._backward_ended]
+        self._stream = Stream(self.layers, self._lanes, transfer, slots, self._clock, self.accounting)
+        self.gradients = Gradients(self._lanes, self._make_staging, self.accounting)
+        self._residents = Residents(module, found.resident, self._lanes, self.gradients, compute_dtype, self.accounting, self.on_backward_end)
+        self._buffers = DeviceBuffers(module, self.device, compute_dtype, self.accounting)
+        self._depth = 0
+        self._patched: dict[nn.Module, Any] = {}
+        for child in _outside_layers(module, self._layer_of):
+            self._patch(child, self._streamed if child in self._layer_of else self._within_scope)
+        _STREAMED.update(self._layer_of)
+        self._optimizer_hook = register_optimizer_step_post_hook(self._optimizer_stepped)
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.close()
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """One step: resident parameters are on the device and in the module while it lasts. Steps within a step are part of it.
+
+        A call of the module is a step by itself. Open one around code that uses parameters outside of any module's forward.
+        """
+        if self._depth == 0:
+            self._begin()
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            if self._depth == 0:
+                self._residents.unbind()
+                self._settle()
+
+    @contextmanager
+    def weights(self, layer: HostLayer, phase: Phase) -> Iterator[Sequence[Tensor]]:
+        """The layer's weights on the device, for as long as work that reads them is being queued."""
+        yield_weights = self._stream.acquire(layer, phase)
+        try:
+            yield yield_weights
+        finally:
+            self._stream.release(layer)
+
+    def weights_changed(self) -> None:
+        """Says that host weights may have been written in a way that autograd does not see."""
+        self._clock.tick()
+
+    def close(self) -> None:
+        """Puts the module back as it came and gives up all memory. May be called twice."""
+        if not self._patched:
+            return
+        self._optimizer_hook.remove()
+        for module, own in self._patched.items():
+            if own is None:
+                del module.forward
+            else:
+                module.forward = own
+        self._patched.clear()
+        for layer in self._layer_of:
+            _STREAMED.discard(layer)
+        self._layer_of.clear()
+        self._residents.unbind()
+        if torch._C._current_graph_task_id() == -1:
+            self.gradients.abandon()
+        self._stream.close()
+        self._residents.close()
+        self._buffers.close()
+        self.memory.close()
+
+    def _begin(self) -> None:
+        if torch._C._current_graph_task_id() == -1:  # not inside a backward: what is left over is of a step that failed
+            self.gradients.abandon()
+            self._stream.abandon()
+        self._clock.tick()
+        self._residents.bind()
+        self._stream.begin(torch.is_grad_enabled())
+
+    def _settle(self) -> None:
+        self._stream.settle()
+        self._residents.settle()
+
+    def _backward_ended(self) -> None:
+        self._settle()
+        self._residents.write_back()
+        self._clock.tick()
+
+    def _optimizer_stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        stepped = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        for layer in {id(layer): layer for p in stepped if (layer := self._layers_of_parameter.get(p)) is not None}.values():
+            layer.updates += 1
+        self._clock.tick()
+        self._residents.retake(stepped)
+
+    def _make_staging(self) -> list[Tensor]:
+        nbytes = max(*(layer.gradient_bytes for layer in self.layers), 1 << 20)
+        return [self.memory.allocate(nbytes) for _ in range(self._staging_buffers)]
+
+    def _patch(self, module: nn.Module, replacement: Callable[..., Any]) -> None:
+        """Puts a bound method in the place of the module's forward: `deepcopy` binds it to the copy, which then runs plain."""
+        own = module.__dict__.get("forward")
+        plain: Callable[..., Any] = own.__func__ if isinstance(own, MethodType) else type(module).forward if own is None else _ignoring_self(own)
+
+        @functools.wraps(plain)
+        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return replacement(self, plain, args, kwargs)
+
+        self._patched[module] = own
+        module.forward = MethodType(forward, module)
+
+    def _streamed(self, module: nn.Module, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        layer = self._layer_of.get(module)
+        if layer is None or not layer.at_home():
+            return plain(module, *args, **kwargs)
+        return self._within(lambda *args, **kwargs: run_layer(self, layer, args, kwargs), args, kwargs)
+
+    def _within_scope(self, module: nn.Module, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if module not in self._patched:
+            return plain(module, *args, **kwargs)
+        self._residents.check(module)
+        return self._within(functools.partial(plain, module), args, kwargs)
+
+    def _within(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls `function` in a step. The outermost call may be given host tensors, and then answers with host tensors."""
+        if self._depth or self._lanes.in_host_memory:
+            with self.step():
+                return function(*args, **kwargs)
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        from_host = bool(tensors) and all(tensor.device.type == "cpu" for tensor in tensors)
+        if from_host:
+            args, kwargs = _moved((args, kwargs), self.device)
+        with self.step():
+            output = function(*args, **kwargs)
+        return _moved(output, torch.device("cpu")) if from_host else output
+
+
+def _moved(tree: Any, device: torch.device) -> Any:
+    return pytree.tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, tree)
+
+
+def _ignoring_self(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return forward
+
+
+def _outside_layers(root: nn.Module, layers: dict[nn.Module, HostLayer]) -> list[nn.Module]:
+    """The streamed layers, and the modules around them that have parameters or hold such that have."""
+    inner = {child for layer in layers for child in layer.modules() if child is not layer}
+    return [module for module in root.modules() if module not in inner and next(module.parameters(), None) is not None]
+
+
+def _check(module: nn.Module, found: Layers, slots: int, staging_buffers: int) -> None:
+    if slots < 2:
+        raise ValueError(f"slots={slots}: at least 2 are needed, one for the layer that runs and one for the layer that comes next.")
+    if staging_buffers < 1:
+        raise ValueError(f"staging_buffers={staging_buffers}: at least 1 is needed to bring gradients to the host.")
+    elsewhere = {name: p.device for name, p in module.named_parameters() if p.device.type != "cpu"}
+    if elsewhere:
+        name, device = next(iter(elsewhere.items()))
+        raise ValueError(
+            f"{len(elsewhere)} parameters are not in host memory, the first of them {name!r} on {device}. Build the model on the CPU: parameters stay there and are "
+            "streamed to the device."
+        )
+    checkpointed = [name for name in hugging_face.checkpointed_modules(module) if any(name == layer or name.startswith(layer + ".") for layer in found.streamed)]
+    if checkpointed:
+        raise ValueError(
+            f"Activation checkpointing is switched on in {checkpointed[0]!r} and {len(checkpointed) - 1} other modules, and streamed layers are recomputed already: each would "
+            "run a third time. Call model.gradient_checkpointing_disable()."
+        )

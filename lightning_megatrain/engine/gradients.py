@@ -1,0 +1,208 @@
+"""Gradients on their way from the device to the host, and into `.grad`."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+from torch.nn import Parameter
+
+from lightning_megatrain.engine.accounting import Accounting, Holding
+from lightning_megatrain.engine.host import is_dense
+from lightning_megatrain.engine.lanes import Event, Held, Lanes
+
+
+@dataclass
+class _Piece:
+    """A run of elements of one parameter's gradient in a staging buffer."""
+
+    parameter: Parameter
+    start: int
+    staged: Tensor  # flat, in the order of the gradient's memory
+    shape: torch.Size  # of the whole gradient
+    stride: tuple[int, ...]
+
+
+@dataclass
+class _Transfer:
+    """One staging buffer's worth of gradients, on its way until `copied` has passed."""
+
+    staging: Tensor
+    used: int = 0
+    pieces: list[_Piece] = field(default_factory=list)
+    copied: Event | None = None
+    held: Held | None = None
+    holding: Holding | None = None
+
+
+class Gradients:
+    """Accumulates gradients into host parameters: copied where `.grad` is None, else added.
+
+    That one rule, as autograd itself has it, gives accumulation over micro-batches, manual optimization and several optimizers. On an accelerator
+    gradients pass through a bounded pool of staging buffers; the pool's oldest is emptied on the host when a new one is wanted, behind compute
+    already queued, so no thread is needed.
+
+    Order on an accelerator: the copy waits until compute has made the gradient; the device's gradient is owned here until compute has waited for the
+    copy (its memory would be handed out again under the copy); the host waits for the copy before it reads the staging buffer, and reads it before it
+    is used again. When `backward()` returns, everything has arrived.
+    """
+
+    def __init__(self, lanes: Lanes, make_staging: Callable[[], list[Tensor]], accounting: Accounting) -> None:
+        self._lanes, self._make_staging, self._accounting = lanes, make_staging, accounting
+        self._free: list[Tensor] | None = None
+        self._on_the_way: list[_Transfer] = []
+        self._parts: dict[Parameter, Tensor] = {}
+        self._hooked: dict[Parameter, Tensor] = {}
+        self._tasks: set[int] = set()
+
+    def expect(self, on_complete: Sequence[Callable[[], None]]) -> None:
+        """Called in every backward of the engine: what is on the way will have arrived when this backward returns."""
+        task = torch._C._current_graph_task_id()
+        if task in self._tasks:
+            return
+        self._tasks.add(task)
+
+        def complete() -> None:
+            self._tasks.discard(task)
+            self._complete()
+            for function in on_complete:
+                function()
+
+        Variable._execution_engine.queue_callback(complete)  # type: ignore[attr-defined]
+
+    def deliver(self, gradients: Sequence[tuple[Parameter, Tensor]]) -> None:
+        """Takes gradients of one layer, on the device, for host parameters."""
+        if self._lanes.in_host_memory:
+            for parameter, gradient in gradients:
+                self._arrive(parameter, gradient, owned=True)
+            return
+        for transfer in self._on_the_way[:-1]:
+            self._give_back(transfer)
+        self._lanes.gradients.wait(self._lanes.compute.record(), "gradients computed")
+        current: _Transfer | None = None
+        device: list[Tensor] = []
+        for parameter, gradient in gradients:
+            if gradient.layout is not torch.strided:
+                self._arrive(parameter, gradient.to("cpu"), owned=True)
+                continue
+            gradient = gradient if is_dense(gradient) else gradient.contiguous()
+            device.append(gradient)
+            flat = gradient.as_strided((gradient.numel(),), (1,))
+            start = 0
+            while start < flat.numel():
+                if current is None or current.staging.nbytes - current.used < flat.element_size():
+                    self._send_off(current, device)
+                    current = _Transfer(self._staging())
+                room = (current.staging.nbytes - current.used) // flat.element_size()
+                chunk = flat[start : start + room]
+                staged = current.staging[current.used : current.used + chunk.nbytes].view(chunk.dtype)
+                self._lanes.gradients.copy(staged, chunk)
+                current.pieces.append(_Piece(parameter, start, staged, gradient.shape, gradient.stride()))
+                current.used += -(-chunk.nbytes // 16) * 16
+                start += chunk.numel()
+                self._accounting.bytes_to_host += chunk.nbytes
+        self._send_off(current, device)
+
+    def _send_off(self, transfer: _Transfer | None, device: list[Tensor]) -> None:
+        if transfer is None:
+            return
+        transfer.copied = self._lanes.gradients.record()
+        transfer.held = self._lanes.gradients.hold(device, "gradients")
+        transfer.holding = self._accounting.hold("gradients", device)
+        self._on_the_way.append(transfer)
+
+    def _staging(self) -> Tensor:
+        if self._free is None:
+            self._free = self._make_staging()
+        if not self._free:
+            self._finish(self._on_the_way.pop(0))
+        return self._free.pop()
+
+    def _recycle(self, staging: Tensor) -> None:
+        assert self._free is not None
+        self._free.append(staging)
+
+    def _give_back(self, transfer: _Transfer) -> None:
+        """Lets the device's allocator have the gradients' memory, which it hands out in compute's order."""
+        if transfer.held is not None and transfer.copied is not None:
+            self._lanes.compute.wait(transfer.copied, "gradients copied")
+            transfer.held.release()
+            transfer.held = transfer.holding = None
+
+    def _finish(self, transfer: _Transfer) -> None:
+        self._give_back(transfer)
+        assert transfer.copied is not None
+        self._lanes.synchronize(transfer.copied, "gradients arrived")
+        for piece in transfer.pieces:
+            if piece.staged.numel() == piece.shape.numel():
+                self._arrive(piece.parameter, piece.staged.as_strided(piece.shape, piece.stride), owned=False)
+            else:
+                self._arrive_in_part(piece)
+        self._recycle(transfer.staging)
+
+    def _arrive_in_part(self, piece: _Piece) -> None:
+        """A gradient larger than a staging buffer is put together on the host first."""
+        gradient = self._parts.get(piece.parameter)
+        if gradient is None:
+            gradient = self._parts[piece.parameter] = torch.empty_strided(piece.shape, piece.stride, dtype=piece.staged.dtype)
+        flat = gradient.as_strided((gradient.numel(),), (1,))
+        flat[piece.start : piece.start + piece.staged.numel()].copy_(piece.staged)
+        if piece.start + piece.staged.numel() == gradient.numel():
+            self._arrive(piece.parameter, self._parts.pop(piece.parameter), owned=True)
+
+    def _arrive(self, parameter: Parameter, gradient: Tensor, owned: bool) -> None:
+        """Accumulates one gradient on the host; parameters with hooks wait for the sum of all their gradients of this backward."""
+        with torch.no_grad():
+            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+                known = self._hooked.get(parameter)
+                self._hooked[parameter] = _like(parameter, gradient, owned) if known is None else known.add_(gradient)
+            else:
+                _accumulate(parameter, gradient, owned)
+
+    def _complete(self) -> None:
+        """Waits for everything on the way; the outermost backward then runs the hooks of parameters that have some."""
+        for transfer in self._on_the_way:
+            self._finish(transfer)
+        self._on_the_way.clear()
+        if self._tasks:
+            return
+        hooked, self._hooked = self._hooked, {}
+        for parameter, gradient in hooked.items():
+            with torch.no_grad():
+                for hook in list((parameter._backward_hooks or {}).values()):
+                    changed = hook(gradient)
+                    gradient = gradient if changed is None else changed
+                _accumulate(parameter, gradient, owned=True)
+                for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
+                    hook(parameter)
+
+    def abandon(self) -> None:
+        """Drops what a failed backward left on the way."""
+        for transfer in self._on_the_way:
+            self._give_back(transfer)
+            if transfer.copied is not None:
+                self._lanes.synchronize(transfer.copied, "gradients arrived")
+            self._recycle(transfer.staging)
+        self._on_the_way.clear()
+        self._hooked.clear()
+        self._parts.clear()
+        self._tasks.clear()
+
+
+def _accumulate(parameter: Parameter, gradient: Tensor, owned: bool) -> None:
+    if parameter.grad is None:
+        parameter.grad = _like(parameter, gradient, owned)
+    elif parameter.grad.layout is torch.strided:
+        parameter.grad.add_(gradient)
+    else:
+        parameter.grad = parameter.grad + gradient
+
+
+def _like(parameter: Parameter, gradient: Tensor, owned: bool) -> Tensor:
+    """The gradient in the dtype and strides of its parameter, with memory of its own."""
+    if gradient.layout is not torch.strided:
+        return gradient if owned else gradient.clone()
+    if owned and gradient.dtype == parameter.dtype and (gradient.stride() == parameter.stride() or not is_dense(parameter)):
+        return gradient
+    return torch.empty_like(parameter).copy_(gradient)

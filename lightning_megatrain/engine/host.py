@@ -1,0 +1,177 @@
+"""The host's side of a streamed layer: its parameters, the dtypes they travel in, and the bytes to send."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from lightning_megatrain.engine.buffers import LayerBuffers
+from lightning_megatrain.engine.placement import Place, places_of
+
+ALIGNMENT = 64  # bytes: what vector loads and tensor cores ask of a view's first element
+
+Stamp = tuple[tuple[int, int, int], ...]
+
+
+class Clock:
+    """Counts the moments at which code we do not know may have written weights without autograd seeing it."""
+
+    def __init__(self) -> None:
+        self.now = 0
+
+    def tick(self) -> None:
+        self.now += 1
+
+
+class HostLayer:
+    """One streamed layer as it lies in host memory.
+
+    The parameters stay the user's own, where and as they are. Those that travel in another dtype have a working copy beside them, refreshed at
+    the first load after anything may have written the parameter; so has a parameter with gaps between its elements.
+
+    Args:
+        index: Position in order of registration.
+        name: Path of the module.
+        module: The layer.
+        forward: The module's own forward, as it was before the engine took its place.
+        resident: Parameters that do not travel with layers.
+        compute_dtype: The dtype in which floating-point parameters travel; None for their own.
+        allocate: Gives host memory for working copies.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        name: str,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        resident: set[Parameter],
+        compute_dtype: torch.dtype | None,
+        allocate: Callable[[int], Tensor],
+    ) -> None:
+        self.index, self.name, self.module, self.forward, self._allocate = index, name, module, forward, allocate
+        self.modules = list(module.modules())
+        places = places_of(self.modules)
+        self.parameters = [parameter for parameter in places if parameter not in resident]
+        self.places: list[list[Place]] = [places[parameter] for parameter in self.parameters]
+        self.borrowed: list[list[Place]] = [places[parameter] for parameter in places if parameter in resident]
+        """Places of parameters that belong to other parts of the model as well: they come from the resident side, as inputs."""
+        self.buffers = LayerBuffers(name, self.modules)
+        self.updates = 0
+        """Times an optimizer stepped parameters of this layer; fused kernels do so without changing `_version`."""
+        self._seen_modes: set[bool] = set()
+        self._watched_modes: set[bool] = set()
+        self._only_cast: set[int] = set()
+        self._otherwise_used: set[int] = set()
+        self.layout = 0
+        """Changes when the dtypes do."""
+        self._set_dtypes([compute_dtype if compute_dtype and p.is_floating_point() else p.dtype for p in self.parameters])
+
+    def _set_dtypes(self, dtypes: Sequence[torch.dtype]) -> None:
+        self.dtypes = list(dtypes)
+        self.offsets, self.nbytes = _layout([p.numel() * dtype.itemsize for p, dtype in zip(self.parameters, self.dtypes, strict=True)])
+        self.layout += 1
+        self._copies: dict[int, Tensor] = {}
+        self._copied: tuple[int, Stamp] | None = None
+
+    def at_home(self) -> bool:
+        """Whether the module holds its own parameters: `functional_call` puts others there, and these are not ours to stream."""
+        return all(container[key] is parameter for parameter, places in zip(self.parameters, self.places, strict=True) for container, key in places)
+
+    def first_forward(self) -> bool:
+        """Whether the layer runs for the first time in its present mode, training or not."""
+        first = self.module.training not in self._seen_modes
+        self._seen_modes.add(self.module.training)
+        return first
+
+    def casts_undecided(self) -> bool:
+        """Whether the uses of the layer's weights have not been seen yet in its present mode."""
+        return self.module.training not in self._watched_modes
+
+    def decide_casts(self, only_cast: set[int], otherwise_used: set[int]) -> None:
+        """Lets the FP32 parameters that autocast only ever casts to BF16 travel as BF16.
+
+        Args:
+            only_cast: Indices of parameters of which every use seen was a cast to BF16.
+            otherwise_used: Indices of parameters that were used in any other way.
+        """
+        self._watched_modes.add(self.module.training)
+        self._only_cast |= only_cast
+        self._otherwise_used |= otherwise_used
+        cast = self._only_cast - self._otherwise_used
+        dtypes = [torch.bfloat16 if index in cast else parameter.dtype for index, parameter in enumerate(self.parameters)]
+        if dtypes != self.dtypes:
+            self._set_dtypes(dtypes)
+
+    def stamp(self) -> Stamp:
+        """Changes when a parameter was written in a way that can be seen."""
+        return tuple((p._version, p.data_ptr(), self.updates) for p in self.parameters)
+
+    def sources(self, now: int) -> list[Tensor]:
+        """The tensors to send, in the dtypes in which they travel.
+
+        Args:
+            now: The clock; working copies made at another time are made again.
+        """
+        key = (now, self.stamp())
+        if self._copied != key:
+            # a copy made in inference mode could not be used in training
+            with torch.inference_mode(False), torch.no_grad():
+                if not self._copies:
+                    self._copies = self._new_copies()
+                for index, copy in self._copies.items():
+                    copy.copy_(self.parameters[index].detach())
+            self._copied = key
+        return [self._copies[index] if index in self._copies else parameter.detach() for index, parameter in enumerate(self.parameters)]
+
+    def _new_copies(self) -> dict[int, Tensor]:
+        copied = [index for index, (p, dtype) in enumerate(zip(self.parameters, self.dtypes, strict=True)) if dtype != p.dtype or not is_dense(p)]
+        if not copied:
+            return {}
+        sizes = [self.parameters[index].numel() * self.dtypes[index].itemsize for index in copied]
+        offsets, nbytes = _layout(sizes)
+        flat = self._allocate(nbytes)
+        return {
+            index: shaped(flat[offset : offset + size].view(self.dtypes[index]), self.parameters[index])
+            for index, offset, size in zip(copied, offsets, sizes, strict=True)
+        }
+
+    @property
+    def working_copy_bytes(self) -> int:
+        """Host bytes of the copies that travel in the place of parameters."""
+        return sum(copy.nbytes for copy in self._copies.values())
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of the gradients that one backward of this layer sends to the host."""
+        return sum(p.numel() * dtype.itemsize + ALIGNMENT for p, dtype in zip(self.parameters, self.dtypes, strict=True) if p.requires_grad)
+
+    def views(self, buffer: Tensor) -> list[Tensor]:
+        """Views of a slot's flat uint8 `buffer`, one for each parameter, with its strides."""
+        return [
+            shaped(buffer[offset : offset + p.numel() * dtype.itemsize].view(dtype), p)
+            for p, dtype, offset in zip(self.parameters, self.dtypes, self.offsets, strict=True)
+        ]
+
+
+def _layout(sizes: Sequence[int]) -> tuple[list[int], int]:
+    """Offsets at which tensors of `sizes` bytes lie one after another, aligned, and the bytes in all."""
+    offsets, end = [], 0
+    for size in sizes:
+        offsets.append(end)
+        end = -(-(end + size) // ALIGNMENT) * ALIGNMENT
+    return offsets, end
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the tensor's elements lie in memory without gaps or overlaps, in any order of dimensions."""
+    return bool(torch._prims_common.is_non_overlapping_and_dense_or_false(tensor))
+
+
+def shaped(flat: Tensor, like: Tensor) -> Tensor:
+    """Views `flat` in the shape of `like`, and in its strides where these cover memory without gaps (kernels choose by them)."""
+    if is_dense(like):
+        return flat.as_strided(like.shape, like.stride(), flat.storage_offset())
+    return flat.view(like.shape)

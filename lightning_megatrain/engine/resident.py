@@ -1,0 +1,180 @@
+"""Resident parameters: differentiable device copies of host parameters, in the module while the model runs."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import Parameter
+
+from lightning_megatrain.engine.accounting import Accounting, Holding
+from lightning_megatrain.engine.autograd import will_accumulate
+from lightning_megatrain.engine.gradients import Gradients
+from lightning_megatrain.engine.lanes import Event, Lanes
+from lightning_megatrain.engine.placement import Place, place, places_of
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class _Bind(torch.autograd.Function):
+    """The device copy as a function of the host parameter: its gradient goes to the host."""
+
+    @staticmethod
+    def forward(ctx: Any, residents: "Residents", name: str, copy: Tensor, parameter: Parameter) -> Tensor:
+        ctx.residents, ctx.name, ctx.parameter = residents, name, parameter
+        return copy.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
+        residents: Residents = ctx.residents
+        node = ctx.next_functions[-1][0]
+        if will_accumulate(node, ctx.name) and ctx.parameter.requires_grad:
+            residents.gradients.expect(residents.on_backward_end)
+            residents.gradients.deliver([(ctx.parameter, gradient)])
+        return None, None, None, None
+
+
+@dataclass
+class _Resident:
+    """One resident parameter and its device copy."""
+
+    name: str
+    parameter: Parameter
+    dtype: torch.dtype
+    places: list[Place]
+    copy: Tensor | None = None
+    bound: Tensor | None = None
+    holding: Holding | None = None
+    taken: tuple[int, Tensor] | None = None
+    """The version and the checksum of the copy when it was taken: code may write it through `.data`, which no version tells."""
+    stamp: tuple[int, int, bool] | None = None
+
+    def now(self) -> tuple[int, int, bool]:
+        return self.parameter._version, self.parameter.data_ptr(), self.parameter.requires_grad
+
+    def written(self) -> bool:
+        if self.copy is None or self.taken is None:
+            return False
+        version, checksum = self.taken
+        return self.copy._version != version or not torch.equal(_checksum(self.copy), checksum)
+
+
+class Residents:
+    """The resident parameters of one module.
+
+    On the CPU, in their own dtype, they need nothing: the module uses them where they lie. Otherwise a device copy is taken at the start of each
+    step and bound into the module while the step lasts. It is taken again when an optimizer stepped or `requires_grad` was switched within the
+    step. What code writes into a copy (a clamp, a codebook) is written back before the next optimizer step.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        parameters: Mapping[str, Parameter],
+        lanes: Lanes,
+        gradients: Gradients,
+        compute_dtype: torch.dtype | None,
+        accounting: Accounting,
+        on_backward_end: Sequence[Callable[[], None]],
+    ) -> None:
+        self.gradients, self.on_backward_end = gradients, on_backward_end
+        self._lanes, self._accounting = lanes, accounting
+        places = places_of(root.modules())
+        every = [
+            _Resident(name, parameter, compute_dtype if compute_dtype and parameter.is_floating_point() else parameter.dtype, places[parameter])
+            for name, parameter in parameters.items()
+        ]
+        self._residents = [one for one in every if not lanes.in_host_memory or one.dtype != one.parameter.dtype]
+        self._of_module = {
+            module: found
+            for module in root.modules()
+            if (found := [one for one in self._residents if any(container is module._parameters for container, _ in one.places)])
+        }
+        self._bound = False
+        self._last_read: Event | None = None
+
+    def bind(self) -> None:
+        """Takes the device copies and puts them into the module."""
+        self.write_back()
+        self._bound = True
+        for resident in self._residents:
+            self._take(resident)
+
+    def unbind(self) -> None:
+        """Puts the host parameters back into the module."""
+        self._bound = False
+        for resident in self._residents:
+            for container, key in resident.places:
+                if container[key] is resident.bound:
+                    container[key] = resident.parameter
+            resident.bound = None
+
+    def retake(self, parameters: set[Parameter]) -> None:
+        """Takes the device copies of `parameters` again in the middle of a step: an optimizer stepped them."""
+        if self._bound:
+            for resident in self._residents:
+                if resident.parameter in parameters:
+                    self._take(resident)
+            self.settle()
+
+    def check(self, module: nn.Module) -> None:
+        """Takes again what `module` is about to use, where `requires_grad` was switched or the parameter written since."""
+        if self._bound:
+            for resident in self._of_module.get(module, ()):
+                if resident.stamp != resident.now():
+                    self._take(resident)
+
+    def write_back(self) -> None:
+        """Writes to the host what code wrote into device copies since they were taken."""
+        for resident in self._residents:
+            if resident.written():
+                assert resident.copy is not None
+                with torch.no_grad():
+                    resident.parameter.copy_(resident.copy)
+                resident.taken, resident.stamp = (resident.copy._version, _checksum(resident.copy)), resident.now()
+
+    def settle(self) -> None:
+        """Waits until the copies have read the host's parameters; code we do not know may write them next."""
+        if self._last_read is not None:
+            self._lanes.synchronize(self._last_read, "resident parameters read")
+            self._last_read = None
+
+    def close(self) -> None:
+        """Gives up the device copies, after writing back."""
+        self.settle()
+        self.write_back()
+        for resident in self._residents:
+            resident.copy = resident.holding = resident.taken = None
+
+    def _take(self, resident: _Resident) -> None:
+        """A new tensor each time: a graph of an earlier forward may still use the last one."""
+        was_bound, resident.bound, resident.copy, resident.holding = resident.bound, None, None, None
+        if was_bound is not None:
+            place(resident.places, resident.parameter)
+            del was_bound
+        source = resident.parameter.detach()
+        with torch.inference_mode(False):
+            copy = torch.empty_like(source, dtype=resident.dtype, device=self._lanes.device)
+            if self._lanes.in_host_memory or source.dtype == resident.dtype:
+                self._lanes.compute.copy(copy, source)
+            else:
+                copy.copy_(source.to(resident.dtype))
+            resident.copy, resident.taken = copy, (copy._version, _checksum(copy))
+            with torch.enable_grad():
+                resident.bound = _Bind.apply(self, resident.name, copy, resident.parameter)
+        resident.holding = self._accounting.hold("resident", [copy])
+        resident.stamp = resident.now()
+        place(resident.places, resident.bound)
+        if not self._lanes.in_host_memory:
+            self._accounting.bytes_to_device += copy.nbytes
+            self._last_read = self._lanes.compute.record()
+
+
+def _checksum(tensor: Tensor) -> Tensor:
+    """The sum of the tensor's bits as integers, left on its device."""
+    with torch.no_grad():
+        flat = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+        return flat.view(_INTEGERS[flat.element_size()]).sum()

@@ -1,0 +1,167 @@
+"""The schedule: which layer's weights are in which slot, and when they are sent."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lightning_megatrain.engine.accounting import Accounting, Holding
+from lightning_megatrain.engine.host import Clock, HostLayer, Stamp
+from lightning_megatrain.engine.lanes import Event, Lanes
+from lightning_megatrain.engine.transfer import HostToDevice
+
+Phase = Literal["forward", "backward", "inference"]
+Use = tuple[int, Phase]
+
+
+@dataclass
+class Slot:
+    """Device memory that holds one layer's weights at a time."""
+
+    buffer: Tensor | None = None
+    layer: HostLayer | None = None
+    weights: Sequence[Tensor] = ()
+    made: tuple[int, int, Stamp] | None = None
+    """The time, the layout and the stamp of the host's weights when they were sent."""
+    loaded: Event | None = None
+    released: Event | None = None
+    users: int = 0
+    last_use: int = 0
+    holding: Holding | None = None
+
+
+class Stream:
+    """Brings layers' weights to the device, one layer ahead of the one that runs.
+
+    The layer that comes next is guessed from what came next last time, and at first from the order of registration. A wrong guess costs a load;
+    nothing else depends on it.
+
+    Order on an accelerator: a load waits until compute has released its slot; compute waits until the load is done; the host waits for all loads
+    before code that may write weights runs.
+    """
+
+    def __init__(self, layers: Sequence[HostLayer], lanes: Lanes, transfer: HostToDevice, slots: int, clock: Clock, accounting: Accounting) -> None:
+        self._layers, self._lanes, self._transfer, self._clock, self._accounting = layers, lanes, transfer, clock, accounting
+        self._slots = [Slot() for _ in range(slots)]
+        self._next: dict[Use, Use] = {}
+        self._last: Use | None = None
+        self._first: dict[bool, Use] = {}
+        self._uses = 0
+        self._last_load: Event | None = None
+
+    def begin(self, training: bool) -> None:
+        """Starts a step: sends the first layer's weights, if it is known which layer that will be."""
+        self._last = None
+        first = self._first.get(training)
+        if first is not None:
+            self._load_ahead(first)
+
+    def acquire(self, layer: HostLayer, phase: Phase) -> Sequence[Tensor]:
+        """Returns the layer's weights on the device, in the order of its parameters, and sends for those of the next layer.
+
+        Raises:
+            RuntimeError: Every slot is in use, because streamed layers call one another.
+        """
+        use = (layer.index, phase)
+        slot = self._slot_of(layer)
+        if slot is None:
+            self._accounting.prefetch_misses += 1
+            slot = self._load(layer)
+        else:
+            self._accounting.prefetch_hits += 1
+        self._uses += 1
+        slot.users, slot.last_use = slot.users + 1, self._uses
+        assert slot.loaded is not None
+        self._lanes.compute.wait(slot.loaded, "weights loaded")
+        if self._last is None:
+            self._first[phase != "inference"] = use
+        else:
+            self._next[self._last] = use
+        self._last = use
+        self._load_ahead(self._guess(use))
+        return slot.weights
+
+    def release(self, layer: HostLayer) -> None:
+        """Says that everything that reads the layer's weights has been queued."""
+        slot = next(slot for slot in self._slots if slot.layer is layer and slot.users)
+        slot.users -= 1
+        slot.released = self._lanes.compute.record()
+
+    def settle(self) -> None:
+        """Waits until every load asked for has read the host's weights; code we do not know may write them next."""
+        if self._last_load is not None:
+            self._lanes.synchronize(self._last_load, "weights read")
+            self._last_load = None
+
+    def forget(self) -> None:
+        """Empties the slots, without giving up their memory."""
+        for slot in self._slots:
+            slot.layer, slot.weights, slot.made = None, (), None
+
+    def abandon(self) -> None:
+        """Frees slots that a failed step left in use."""
+        for slot in self._slots:
+            slot.users = 0
+
+    def close(self) -> None:
+        """Gives up the slots' memory once nothing queued uses it."""
+        self.settle()
+        self._slots = [Slot() for _ in self._slots]
+
+    def _guess(self, use: Use) -> Use | None:
+        known = self._next.get(use)
+        if known is not None:
+            return known
+        index, phase = use
+        index += -1 if phase == "backward" else 1
+        return (index, phase) if 0 <= index < len(self._layers) else None
+
+    def _slot_of(self, layer: HostLayer) -> Slot | None:
+        made = (self._clock.now, layer.layout, layer.stamp())
+        return next((slot for slot in self._slots if slot.layer is layer and slot.made == made), None)
+
+    def _load_ahead(self, use: Use | None) -> None:
+        if use is None:
+            return
+        layer = self._layers[use[0]]
+        if self._slot_of(layer) is None and any(not slot.users for slot in self._slots):
+            self._load(layer)
+
+    def _load(self, layer: HostLayer) -> Slot:
+        free = [slot for slot in self._slots if not slot.users]
+        if not free:
+            names = ", ".join(slot.layer.name for slot in self._slots if slot.layer)
+            raise RuntimeError(
+                f"Layer {layer.name!r} wants to run while {names} still run, and there are only {len(self._slots)} slots: streamed layers that call one another need a "
+                f"slot each. Pass slots={len(self._slots) + 1}, or stream only the outer one by naming it in layers=[...]."
+            )
+        stale = [slot for slot in free if slot.layer is layer]
+        slot = stale[0] if stale else min(free, key=lambda slot: slot.last_use)
+        sources = layer.sources(self._clock.now)
+        slot.layer, slot.made = layer, (self._clock.now, layer.layout, layer.stamp())
+        if self._lanes.in_host_memory:
+            slot.weights = sources
+        else:
+            slot.weights = layer.views(self._room(slot))
+            assert slot.released is not None
+            self._lanes.weights.wait(slot.released, "slot released")
+            for weight, source in zip(slot.weights, sources, strict=True):
+                self._transfer.send(weight, source)
+                self._accounting.bytes_to_device += source.nbytes
+        slot.loaded = self._last_load = self._lanes.weights.record()
+        self._accounting.loads[layer.name] += 1
+        return slot
+
+    def _room(self, slot: Slot) -> Tensor:
+        """The slot's buffer, made anew when the largest layer has grown or shrunk (a dtype was decided)."""
+        nbytes = max(layer.nbytes for layer in self._layers)
+        if slot.buffer is None or slot.buffer.nbytes != nbytes:
+            self.settle()  # the old buffer must not be freed under a load that is still running
+            slot.buffer, slot.weights, slot.holding = None, (), None
+            with torch.inference_mode(False):  # a buffer made in inference mode could not be used in training
+                slot.buffer = self._lanes.allocate(nbytes)
+            slot.holding = self._accounting.hold("slots", [slot.buffer])
+            slot.released = self._lanes.compute.record()
+        return slot.buffer

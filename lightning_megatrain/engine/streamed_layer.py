@@ -1,0 +1,222 @@
+"""A streamed layer as one operation on its inputs and its host parameters."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import Node, saved_tensors_hooks
+
+from lightning_megatrain.engine import hugging_face
+from lightning_megatrain.engine.autograd import will_accumulate
+from lightning_megatrain.engine.buffers import BufferPlace
+from lightning_megatrain.engine.calls import Arguments, Results
+from lightning_megatrain.engine.casts import CastWatch, casting
+from lightning_megatrain.engine.host import HostLayer, Stamp
+from lightning_megatrain.engine.passes import _PASS, Pass
+from lightning_megatrain.engine.placement import placed
+from lightning_megatrain.engine.surroundings import RandomState, Surroundings, no_cast_cache, random_state
+
+if TYPE_CHECKING:
+    from lightning_megatrain.engine.engine import Engine
+
+
+def run_layer(engine: "Engine", layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs a streamed layer: what its `forward` is while the engine is installed."""
+    if not torch.is_grad_enabled():
+        return _run_without_graph(engine, layer, args, kwargs)
+    arguments = Arguments(*hugging_face.without_caches(layer.module, layer.name, args, kwargs))
+    borrowed = [container[key] for (container, key), *_ in layer.borrowed]
+    inputs = [*arguments.tensors, *borrowed]
+    if not any(tensor.requires_grad for tensor in (*inputs, *layer.parameters)):
+        return _run_without_graph(engine, layer, args, kwargs)
+    call = _Call(engine, layer, arguments, len(inputs))
+    outputs = _StreamedLayer.apply(call, *inputs, *layer.parameters)
+    return call.returned(outputs, inputs)
+
+
+def _run_without_graph(engine: "Engine", layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Nothing will be differentiated, so the layer gets the caller's own arguments."""
+    with engine.weights(layer, "inference") as streamed, no_cast_cache(), _running("forward"):
+        weights = [_leaf(weight, p.requires_grad and not torch.is_inference_mode_enabled()) for weight, p in zip(streamed, layer.parameters, strict=True)]
+        with placed(layer.places, weights), _watch_casts(engine, layer, weights):
+            output = layer.forward(*args, **kwargs)
+    if torch.is_grad_enabled():
+        _refuse_captured(layer, [t for t in Results(output, ()).tensors if t.requires_grad], (), -1)
+    return output
+
+
+class _Call:
+    """One call of a streamed layer in a forward with gradients: what backward must know to run it again."""
+
+    def __init__(self, engine: "Engine", layer: HostLayer, arguments: Arguments, number_of_inputs: int) -> None:
+        self.engine, self.layer, self.arguments, self.number_of_inputs = engine, layer, arguments, number_of_inputs
+        self.collector = hugging_face.outer_collector()
+        self.surroundings = Surroundings(layer.modules, engine.device)
+        self.random: RandomState | None = RandomState(engine.device)
+        self.buffers: dict[BufferPlace, Tensor] = {}
+        self.stamp: Stamp = layer.stamp()
+        self.results: Results | None = None
+        self.saved: Any = None
+
+    def run(self, inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> Results:
+        """Runs the module's own forward (its hooks have run outside) and gathers everything that leaves it."""
+        tensors, borrowed = inputs[: self.arguments.number], inputs[self.arguments.number :]
+        args, kwargs = self.arguments.rebuilt(tensors)
+        with placed([*self.layer.places, *self.layer.borrowed], [*weights, *borrowed]), hugging_face.fresh_collector(self.collector) as collected:
+            output = self.layer.forward(*args, **kwargs)
+        changes = self.arguments.changes(self.layer.name, args, kwargs, tensors)
+        return Results((output, changes, collected), inputs)
+
+    def returned(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Any:
+        """The layer's output made of `outputs`; what it recorded and what it put into containers goes where it belongs."""
+        assert self.results is not None
+        output, changes, collected = self.results.rebuilt(outputs, inputs)
+        self.arguments.apply_changes(changes)
+        for key, values in collected.items():
+            assert self.collector is not None
+            self.collector[key].extend(values)
+        return output
+
+
+class _StreamedLayer(torch.autograd.Function):
+    """Forward keeps only the inputs; backward brings the weights in again, runs the layer again, and differentiates it.
+
+    The host parameters are inputs, so that autograd decides what requires grad. Their gradients are accumulated here, where autograd would have, and
+    None is returned for them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, *tensors: Tensor) -> tuple[Tensor, ...]:
+        engine, layer = call.engine, call.layer
+        given, parameters = tensors[: call.number_of_inputs], tensors[call.number_of_inputs :]
+        inputs = [_leaf(tensor, tensor.requires_grad) for tensor in given]
+        versions = [tensor._version for tensor in inputs]
+        with engine.weights(layer, "forward") as streamed, torch.enable_grad(), no_cast_cache(), _running("forward"), layer.buffers.watched(call.buffers):
+            weights = [_leaf(weight, parameter.requires_grad) for weight, parameter in zip(streamed, parameters, strict=True)]
+            first = _node() if layer.first_forward() else None
+            with _watch_casts(engine, layer, weights), saved_tensors_hooks(lambda tensor: None, _nothing_saved):
+                results = call.run(inputs, weights)
+        if first is not None:
+            _refuse_captured(layer, results.tensors, [*inputs, *weights], first._sequence_nr())
+        _refuse_written(layer, inputs, versions)
+        if call.random is not None and call.random.same_as(RandomState(engine.device)):
+            call.random = None  # nothing was drawn
+        call.results = results
+        ctx.call, ctx.parameters = call, parameters
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*given)
+        call.saved = engine.accounting.hold("saved inputs", call.arguments.tensors)
+        call.arguments.forget_tensors()
+        memory = {tensor.untyped_storage()._cdata for tensor in inputs}
+        # .data has a version of its own and is no view, so that the caller may write it in place; what shares an input's memory must share its version
+        outputs = [t.detach() if t.untyped_storage()._cdata in memory else t.data for t in results.tensors]
+        ctx.mark_non_differentiable(*[out for out, made in zip(outputs, results.tensors, strict=True) if not made.requires_grad])
+        results.drop_tensors()
+        return tuple(outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
+        call: _Call = ctx.call
+        engine, layer = call.engine, call.layer
+        given, parameters = ctx.saved_tensors, ctx.parameters
+        nodes = [node for node, _ in ctx.next_functions][-len(parameters) :] if parameters else []
+        wanted = [node is not None and will_accumulate(node, layer.name) for node in nodes]
+        inputs = [_leaf(tensor, needed) for tensor, needed in zip(given, ctx.needs_input_grad[1 : 1 + len(given)], strict=True)]
+        nothing = (None,) * (1 + len(given) + len(parameters))
+        if not any(wanted) and not any(tensor.requires_grad for tensor in inputs):
+            return nothing
+        if layer.stamp() != call.stamp:
+            raise RuntimeError(
+                f"A parameter of streamed layer {layer.name!r} was written between its forward and its backward (by an optimizer step, say). Backward runs the layer again "
+                "and would use the new weights. Call backward() before the write, or run the forward again after it."
+            )
+        engine.gradients.expect(engine.on_backward_end)
+
+        def recompute() -> tuple[list[Tensor], list[Tensor]]:
+            with engine.weights(layer, "backward") as streamed, torch.enable_grad():
+                weights = [_leaf(weight, want) for weight, want in zip(streamed, wanted, strict=True)]
+                with random_state(call.random, engine.device), layer.buffers.restored(call.buffers), _running("recompute"):
+                    results = call.run(inputs, weights)
+                assert call.results is not None
+                call.results.check_same(results, layer.name)
+                pairs = [(out, grad) for out, grad in zip(results.tensors, grad_outputs, strict=True) if grad is not None and out.requires_grad]
+                leaves = [leaf for leaf in (*inputs, *weights) if leaf.requires_grad]
+                if pairs:
+                    torch.autograd.backward([out for out, _ in pairs], [grad for _, grad in pairs], inputs=leaves)
+            return inputs, weights
+
+        _, weights = call.surroundings.run(recompute)
+        engine.gradients.deliver([(p, w.grad) for p, w in zip(parameters, weights, strict=True) if w.grad is not None])
+        call.saved.release()
+        return (None, *[leaf.grad for leaf in inputs], *[None] * len(parameters))
+
+
+def _node() -> Node:
+    """A node of the graph made now; what is made later has a higher sequence number."""
+    node = torch.ones((), requires_grad=True).clone().grad_fn
+    assert node is not None
+    return node
+
+
+def _leaf(tensor: Tensor, requires_grad: bool) -> Tensor:
+    leaf = tensor.detach()
+    return leaf.requires_grad_() if requires_grad else leaf
+
+
+def _nothing_saved(_: None) -> Tensor:
+    raise RuntimeError("A streamed layer keeps nothing of its forward: something inside it ran backward() during the layer's own forward.")
+
+
+@contextmanager
+def _running(name: Pass) -> Iterator[None]:
+    token = _PASS.set(name)
+    try:
+        yield
+    finally:
+        _PASS.reset(token)
+
+
+@contextmanager
+def _watch_casts(engine: "Engine", layer: HostLayer, weights: Sequence[Tensor]) -> Iterator[None]:
+    """In the first forward of each mode under BF16 autocast, sees which weights are only ever cast."""
+    if not (engine.casts_streamed and casting(engine.device) and layer.casts_undecided()):
+        yield
+        return
+    fp32 = [index for index, weight in enumerate(weights) if layer.parameters[index].dtype is torch.float32]
+    watch = CastWatch([weights[index] for index in fp32])
+    with watch:
+        yield
+    layer.decide_casts({fp32[index] for index in watch.only_cast()}, {fp32[index] for index in watch.otherwise_used()})
+
+
+def _refuse_written(layer: HostLayer, inputs: Sequence[Tensor], versions: Sequence[int]) -> None:
+    for index, (tensor, version) in enumerate(zip(inputs, versions, strict=True)):
+        if tensor._version != version:
+            raise RuntimeError(
+                f"Streamed layer {layer.name!r} changed its input tensor {index} in place. Backward runs the layer again and needs the input as it was. Make that operation "
+                f"out of place, or keep the layer on the device with resident=[{layer.name!r}]."
+            )
+
+
+def _refuse_captured(layer: HostLayer, outputs: Sequence[Tensor], leaves: Sequence[Tensor], start: int) -> None:
+    """Looks through the layer's graph for tensors that require grad and did not come in as arguments or parameters."""
+    known = {id(leaf) for leaf in leaves}
+    pending: list[Node] = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
+    seen: set[Node] = set()
+    while pending:
+        node = pending.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if (id(variable) not in known) if variable is not None else (start < 0 or node._sequence_nr() < start):  # type: ignore[attr-defined]
+            what = f"a leaf of shape {tuple(variable.shape)}" if variable is not None else f"the result of {node.name()}"
+            raise RuntimeError(
+                f"Streamed layer {layer.name!r} used a tensor that requires grad but is neither one of its arguments nor one of its own parameters ({what}). Its gradient "
+                f"would be lost. Pass the tensor as an argument, or keep the layer on the device with resident=[{layer.name!r}]."
+            )
+        pending += [following for following, _ in node.next_functions if following is not None]
