@@ -7,12 +7,14 @@ kernel on the compute lane. Views act at once. What cannot be known without the 
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tests.emulated.device import DEVICE
+from tests.emulated.kernels import kernel
 from tests.emulated.memory import Block
 from tests.emulated.queues import on_raw_memory
 from tests.emulated.tensor import EmulatedTensor, allocate
@@ -21,11 +23,22 @@ aten = torch.ops.aten
 HOST_INDICES_ALLOWED = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
 UNINITIALIZED = {"aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided"}
 HANDLERS: dict[str, Callable[..., Any]] = {}  # operators that the general rule does not fit; see transfers.py
+COMPOSITE: dict[str, Callable[..., Any]] = {}  # operators made of others in our own way
+
+
+@lru_cache(maxsize=None)
+def _is_composite(func: Any) -> bool:
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    return has_kernel(func.name(), "CompositeImplicitAutograd") and not has_kernel(func.name(), "CPU")
 
 
 def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Runs one operator; `__torch_dispatch__` of every emu tensor, and the kernel behind `torch.empty(..., device="emu")`."""
     name = func._schema.name
+    if name in COMPOSITE:
+        return COMPOSITE[name](*args, **kwargs)
+    if _is_composite(func):  # reaches us whole in inference mode, and from inside a dispatch mode
+        return func.decompose(*args, **kwargs)
     with on_raw_memory():
         if name in HANDLERS:
             return HANDLERS[name](func, *args, **kwargs)
@@ -239,17 +252,6 @@ class Call:
 def _stand_in(raw: Tensor, fill: int) -> Tensor:
     last = sum((length - 1) * step for length, step in zip(raw.size(), raw.stride(), strict=True)) if raw.numel() else -1
     return torch.full((raw.storage_offset() + last + 1,), fill, dtype=raw.dtype).as_strided(raw.size(), raw.stride(), raw.storage_offset())
-
-
-def kernel(func: Any) -> Any:
-    return _histc_of_integers if func is aten.histc.default else func
-
-
-def _histc_of_integers(values: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """CUDA counts integers, the CPU only floating point; Mixtral's router asks by device."""
-    return values.new_tensor(aten.histc.default(values.double(), *args, **kwargs).tolist()) if not values.is_floating_point() else aten.histc.default(
-        values, *args, **kwargs
-    )
 
 
 def leaves(value: Any) -> list[Any]:
