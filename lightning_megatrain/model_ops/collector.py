@@ -1,0 +1,184 @@
+"""Collects the features of one batch while backward passes through the layers.
+
+Taps on the outputs of layers see each layer's output gradients as backward reaches it; they are projected at once and let go. No parameter gradient is computed:
+backward runs to a root that every tap is joined to, and to nothing else, so `.grad` is not touched under any strategy.
+
+Shapes: B samples, K features.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from lightning_megatrain.engine.passes import current_pass, is_streamed
+from lightning_megatrain.model_ops.layer_gradients import Call, gradients_of, is_closed_form, unit_parameters
+from lightning_megatrain.model_ops.per_sample import SampleGradients, Zeros, summed
+from lightning_megatrain.model_ops.preconditioning import AdamMoments
+from lightning_megatrain.model_ops.projection import Projection
+from lightning_megatrain.model_ops.taps import TENSOR, Join, Tap
+
+
+class Collector:
+    """The features of one batch, in the making."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        selected: dict[str, nn.Parameter],
+        adam: dict[str, AdamMoments],
+        projection: Projection,
+        batch_size: int,
+        device: torch.device,
+    ) -> None:
+        self.selected, self.adam, self.projection, self.batch_size = selected, adam, projection, batch_size
+        dtype = torch.promote_types(next(iter(selected.values())).dtype, torch.float32)
+        self.features_BK = torch.zeros(batch_size, projection.width, dtype=dtype, device=device)
+        self.root = torch.zeros((), device=device, requires_grad=True)
+        self.layers = _layers_of(module, selected)
+        self.uses: Counter[str] = Counter()  # of each parameter in forward
+        self.reports: Counter[str] = Counter()  # of each parameter's uses in backward
+        self.waiting: defaultdict[str, list[SampleGradients]] = defaultdict(list)  # Adam is not linear: it needs the sum over all uses
+        self.done = {name: torch.zeros(batch_size, dtype=torch.bool) for name in selected}
+        self.awaited: dict[nn.Module, str] = {}  # layers that have run for their output only
+        self.in_backward = self.replaying = False
+
+    @contextmanager
+    def attached(self, module: nn.Module) -> Iterator[None]:
+        """Runs its body with taps on the layers."""
+        handles = [layer.register_forward_hook(self._on_call, with_kwargs=True, prepend=True) for layer in self.layers]
+        handles += [m.register_forward_pre_hook(self._before_streamed, with_kwargs=True) for m in module.modules() if is_streamed(m)]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def collect(self, losses_B: Tensor) -> Tensor:
+        """Returns the features (B, K) of the gradients of `losses_B`, which a forward with this collector attached gave.
+
+        Raises:
+            ValueError: when there is not one loss per sample.
+            NotImplementedError: when a parameter was used where no tap sees it.
+            RuntimeError: when a streamed layer was not run again in backward.
+        """
+        if losses_B.shape != (self.batch_size,):
+            raise ValueError(f"The losses have shape {tuple(losses_B.shape)} for a batch of {self.batch_size}; give one per sample.")
+        self._refuse_unseen(losses_B)
+        self.in_backward = True
+        torch.autograd.backward(losses_B.sum(), inputs=[self.root])
+        if self.awaited:
+            raise RuntimeError(
+                f"{len(self.awaited)} layers, `{next(iter(self.awaited.values()))}` among them, ran for their output, but backward never ran them again, so their "
+                "gradients are unknown. Does the loss depend on them? If not, leave them out with `parameters=`."
+            )
+        with torch.no_grad():
+            for name in list(self.waiting):  # one of its uses had no part in the loss and never reported
+                self._add(name, summed(self.waiting.pop(name), self.batch_size))
+            for name in self.adam:  # where the gradient is zero Adam's step is not
+                for sample in (~self.done[name]).nonzero().flatten().tolist():
+                    self._add(name, Zeros(slice(sample, sample + 1), self.features_BK))
+        return self.features_BK
+
+    def _before_streamed(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Autograd enters a streamed layer through its inputs or its parameters; as no parameter takes part, an input must."""
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+        place = next((i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()), None)
+        if place is None or self.replaying or not torch.is_grad_enabled():
+            return None
+        leaves[place] = Join.apply(self.root, leaves[place])
+        return pytree.tree_unflatten(leaves, structure)
+
+    def _on_call(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        if self.replaying:
+            return None
+        path, names = self.layers[layer]
+        if not self.in_backward:
+            self.uses.update(names.values())
+        if current_pass() == "forward":
+            self.awaited[layer] = path
+            return None
+        self.awaited.pop(layer, None)
+        if not torch.is_grad_enabled():
+            return None
+        inputs, structure = pytree.tree_flatten((args, kwargs))
+        # A layer without closed form runs again in backward, with the weights it has now.
+        weights = {} if is_closed_form(layer) else {n: t.detach() for n, t in (*layer.named_parameters(), *layer.named_buffers())}
+        marked = [TENSOR if isinstance(leaf, Tensor) else leaf for leaf in inputs]
+        call = Call(layer, path, list(names), self.batch_size, marked, structure, weights)
+        return Tap.on(output, self.root, self.receive, call, [leaf for leaf in inputs if isinstance(leaf, Tensor)])
+
+    def receive(self, call: Call, grad_outputs: list[Tensor | None]) -> None:
+        """Takes the output gradients of one call of a layer."""
+        names = self.layers[call.layer][1]
+        self.replaying = True
+        try:
+            with torch.no_grad(), torch.autocast(self.features_BK.device.type, enabled=False):
+                for local, gradients in gradients_of(call, grad_outputs):
+                    if self.adam and self.uses[names[local]] > 1:
+                        self.waiting[names[local]].append(gradients)
+                    else:
+                        self._add(names[local], gradients)
+                self.reports.update(names.values())
+                for name in names.values():
+                    if name in self.waiting and self.reports[name] == self.uses[name]:
+                        self._add(name, summed(self.waiting.pop(name), self.batch_size))
+        finally:
+            self.replaying = False
+
+    def _add(self, name: str, gradients: SampleGradients) -> None:
+        shape = self.selected[name].shape
+        self.projection.add(self.features_BK, name, (shape[0], shape[1:].numel()) if shape else (1, 1), gradients, self.adam.get(name))
+        self.done[name][gradients.samples] = True
+
+    def _refuse_unseen(self, losses_B: Tensor) -> None:
+        """Finds parameters in the graph that no layer's call accounts for: their gradients would be silently wrong."""
+        edges = _edges_to_leaves(losses_B)
+        closed = {name for layer, (_, names) in self.layers.items() for name in names.values() if is_closed_form(layer)}
+        for name, parameter in self.selected.items():
+            if edges[id(parameter)] > 0 and (self.uses[name] == 0 or (name in closed and edges[id(parameter)] > self.uses[name])):
+                raise NotImplementedError(
+                    f"`{name}` is used outside a call of the module that owns it (as `F.linear(x, module.weight)` does, or a compiled model), so its gradient for each "
+                    "sample is not seen. Call the module instead, or leave the parameter out with `parameters=`."
+                )
+
+
+def _layers_of(module: nn.Module, selected: dict[str, nn.Parameter]) -> dict[nn.Module, tuple[str, dict[str, str]]]:
+    """Returns each layer that uses selected parameters, its path, and for their names in it their names in `module`."""
+    names = {id(p): name for name, p in selected.items()}
+    layers: dict[nn.Module, tuple[str, dict[str, str]]] = {}
+    inside: set[nn.Module] = set()  # of a layer that reads its children's parameters
+    for path, layer in module.named_modules():
+        own = {} if layer in inside else {local: names[id(p)] for local, p in unit_parameters(layer) if id(p) in names}
+        if isinstance(layer, nn.MultiheadAttention):
+            inside.update(layer.children())
+        if not own:
+            continue
+        if not is_closed_form(layer) and any(is_streamed(m) for m in layer.modules() if m is not layer):
+            raise NotImplementedError(
+                f"`{next(iter(own.values()))}` belongs to `{path}` ({type(layer).__name__}), which holds streamed layers, and its gradient for each sample would need all "
+                "of them again for every sample. Leave it out with `parameters=`."
+            )
+        layers[layer] = (path, own)
+    return layers
+
+
+def _edges_to_leaves(losses_B: Tensor) -> Counter[int]:
+    """Returns how often each leaf tensor, by id, is used in the graph of `losses_B`."""
+    edges: Counter[int] = Counter()
+    seen, stack = set(), [losses_B.grad_fn]
+    while stack:
+        node = stack.pop()
+        for following, _ in node.next_functions if node is not None else ():
+            if following is None:
+                continue
+            if hasattr(following, "variable"):
+                edges[id(following.variable)] += 1
+            elif following not in seen:
+                seen.add(following)
+                stack.append(following)
+    return edges

@@ -1,0 +1,79 @@
+"""Adam's direction for one sample, as LESS takes it."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+
+@dataclass
+class AdamMoments:
+    """What Adam knows of one parameter: its moments (R, C), its settings, and how many steps it has made."""
+
+    m_RC: Tensor
+    v_RC: Tensor
+    beta1: float
+    beta2: float
+    eps: float
+    steps: int
+
+    def direction(self, gradient_Brc: Tensor, rows_r: Tensor, columns: slice) -> Tensor:
+        r"""Returns the update Adam would make for each sample alone, per unit of learning rate, (B, r, c).
+
+        LESS (arXiv 2402.04333), section 2.2, with t the number of the coming step and eps inside the root:
+
+            Gamma = m' / sqrt(v' + eps),  m' = (beta1 m + (1 - beta1) g) / (1 - beta1^t),  v' = (beta2 v + (1 - beta2) g^2) / (1 - beta2^t)
+
+        The published code leaves the two denominators out, which scales m' and changes v' against eps only; DataFlex also takes eps outside the root.
+        """
+        t = self.steps + 1
+        where = rows_r.to(self.m_RC.device)
+        m_rc = self.m_RC[where][:, columns].to(gradient_Brc)
+        v_rc = self.v_RC[where][:, columns].to(gradient_Brc)
+        first = (self.beta1 * m_rc + (1 - self.beta1) * gradient_Brc) / (1 - self.beta1**t)
+        second = (self.beta2 * v_rc + (1 - self.beta2) * gradient_Brc**2) / (1 - self.beta2**t)
+        return first / (second + self.eps).sqrt()
+
+
+def adam_moments(optimizers: Iterable[Optimizer], named: Iterable[tuple[str, nn.Parameter]]) -> dict[str, AdamMoments]:
+    """Returns the state that the optimizers hold of each parameter; zero moments for one that has had no gradient yet.
+
+    Args:
+        optimizers: those that train the parameters. Each must keep `exp_avg` and `exp_avg_sq` (Adam, AdamW).
+        named: names and parameters.
+
+    Raises:
+        ValueError: when an optimizer has made no step, keeps other state, or does not hold one of the parameters.
+    """
+    optimizers = [getattr(o, "optimizer", o) for o in optimizers]  # Lightning's wrapper holds the optimizer itself
+    owners = {id(p): (o, group) for o in optimizers for group in o.param_groups for p in group["params"]}
+    moments: dict[str, AdamMoments] = {}
+    for name, parameter in named:
+        if id(parameter) not in owners:
+            raise ValueError(f"No optimizer holds `{name}`, so it has no Adam state. Leave it out with `parameters=`, or use preconditioner=None.")
+        optimizer, group = owners[id(parameter)]
+        if "betas" not in group or group.get("amsgrad"):
+            kind = "amsgrad" if group.get("amsgrad") else type(optimizer).__name__
+            raise ValueError(f"preconditioner='adam' needs plain Adam or AdamW state, but `{name}` is trained by {kind}. Use preconditioner=None.")
+        if not optimizer.state:
+            raise ValueError("preconditioner='adam' needs the optimizer's state, but it has made no step yet. Train first (warmup_steps >= 1).")
+        state = optimizer.state.get(parameter) or {}
+        if state and not {"exp_avg", "exp_avg_sq"} <= state.keys():
+            raise ValueError(
+                f"preconditioner='adam' needs `exp_avg` and `exp_avg_sq`, but {type(optimizer).__name__} keeps {sorted(map(str, state))} for `{name}`. "
+                "Use preconditioner=None."
+            )
+        shape = (parameter.shape[0], -1) if parameter.dim() > 1 else (-1, 1)
+        zeros = torch.zeros_like(parameter, dtype=torch.float32) if not state else None
+        beta1, beta2 = group["betas"]
+        moments[name] = AdamMoments(
+            m_RC=(zeros if zeros is not None else state["exp_avg"]).detach().reshape(shape),
+            v_RC=(zeros if zeros is not None else state["exp_avg_sq"]).detach().reshape(shape),
+            beta1=float(beta1),
+            beta2=float(beta2),
+            eps=float(group["eps"]),
+            steps=int(state["step"]) if state else 0,
+        )
+    return moments
