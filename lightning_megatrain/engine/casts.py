@@ -1,5 +1,6 @@
 """Which parameters autocast only ever uses as BF16, so that they can be streamed as BF16 with the same result."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ class CastWatch(TorchDispatchMode):
     def __init__(self, weights: Sequence[Tensor]) -> None:
         super().__init__()
         self._index = {id(weight): index for index, weight in enumerate(weights)}
-        self._cast: set[int] = set()
+        self._casts: Counter[int] = Counter()
         self._other: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -24,17 +25,24 @@ class CastWatch(TorchDispatchMode):
             index = self._index.get(id(leaf)) if isinstance(leaf, Tensor) else None
             if index is not None:
                 is_cast = func is torch.ops.aten._to_copy.default and kwargs.get("dtype") is torch.bfloat16
-                (self._cast if is_cast else self._other).add(index)
+                if is_cast:
+                    self._casts[index] += 1
+                else:
+                    self._other.add(index)
         operator: Callable[..., Any] = func
         return operator(*args, **kwargs)
 
-    def otherwise_used(self) -> set[int]:
-        """Indices of the weights that were used by anything else."""
-        return self._other
+    def cast_once(self) -> set[int]:
+        """Indices of the weights that were cast to BF16 once and used in no other way.
 
-    def only_cast(self) -> set[int]:
-        """Indices of the weights that were used, and each time by a cast to BF16."""
-        return self._cast - self._other
+        Lightning switches autocast's cache off, so a weight used twice is cast twice, and its two gradients are summed in FP32. Streamed as BF16 they
+        would be summed in BF16.
+        """
+        return {index for index, casts in self._casts.items() if casts == 1} - self._other
+
+    def otherwise_used(self) -> set[int]:
+        """Indices of the weights that were used in any other way."""
+        return self._other | {index for index, casts in self._casts.items() if casts > 1}
 
 
 def casting(device: torch.device) -> bool:

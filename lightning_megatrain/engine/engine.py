@@ -79,7 +79,7 @@ class Engine:
         self.casts_streamed = stream_casts and compute_dtype is None
         found = find_layers(module, layers, resident)
         _check(module, found, slots, staging_buffers)
-        self._root = module
+        self.module = module
         self._compute_dtype = compute_dtype
         self._staging_buffers = staging_buffers
         self._clock = Clock()

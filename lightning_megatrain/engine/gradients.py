@@ -53,8 +53,14 @@ class Gradients:
         self._free: list[Tensor] | None = None
         self._on_the_way: list[_Transfer] = []
         self._parts: dict[Parameter, Tensor] = {}
-        self._hooked: dict[Parameter, Tensor] = {}
+        self._sums: dict[Parameter, Tensor | None] = {}
+        """Gradients that are summed over this backward before they are accumulated."""
         self._tasks: set[int] = set()
+
+    @property
+    def staging_bytes(self) -> int:
+        """Host bytes of the staging buffers; they are made when the first gradient is on its way."""
+        return sum(buffer.nbytes for buffer in (*(self._free or ()), *(transfer.staging for transfer in self._on_the_way)))
 
     def expect(self, on_complete: Sequence[Callable[[], None]]) -> None:
         """Called in every backward of the engine: what is on the way will have arrived when this backward returns."""
@@ -71,8 +77,17 @@ class Gradients:
 
         Variable._execution_engine.queue_callback(complete)  # type: ignore[attr-defined]
 
-    def deliver(self, gradients: Sequence[tuple[Parameter, Tensor]]) -> None:
-        """Takes gradients of one layer, on the device, for host parameters."""
+    def deliver(self, gradients: Sequence[tuple[Parameter, Tensor]], more_to_come: bool = False) -> None:
+        """Takes gradients of one run of a layer, on the device, for host parameters.
+
+        Args:
+            gradients: Parameters and their gradients.
+            more_to_come: Whether the layer ran more than once. As in autograd, the gradients of one backward are then summed with each other
+                before they are added to what `.grad` holds from earlier ones.
+        """
+        for parameter, _ in gradients:
+            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks or (more_to_come and parameter.grad is not None):
+                self._sums.setdefault(parameter, None)
         if self._lanes.in_host_memory:
             for parameter, gradient in gradients:
                 self._arrive(parameter, gradient, owned=True)
@@ -152,11 +167,11 @@ class Gradients:
             self._arrive(piece.parameter, self._parts.pop(piece.parameter), owned=True)
 
     def _arrive(self, parameter: Parameter, gradient: Tensor, owned: bool) -> None:
-        """Accumulates one gradient on the host; parameters with hooks wait for the sum of all their gradients of this backward."""
+        """Accumulates one gradient on the host."""
         with torch.no_grad():
-            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-                known = self._hooked.get(parameter)
-                self._hooked[parameter] = _like(parameter, gradient, owned) if known is None else known.add_(gradient)
+            if parameter in self._sums:
+                known = self._sums[parameter]
+                self._sums[parameter] = _like(parameter, gradient, owned) if known is None else known.add_(gradient)
             else:
                 _accumulate(parameter, gradient, owned)
 
@@ -167,9 +182,11 @@ class Gradients:
         self._on_the_way.clear()
         if self._tasks:
             return
-        hooked, self._hooked = self._hooked, {}
-        for parameter, gradient in hooked.items():
-            with torch.no_grad():
+        sums, self._sums = self._sums, {}
+        with torch.no_grad():
+            for parameter, gradient in sums.items():
+                if gradient is None:
+                    continue
                 for hook in list((parameter._backward_hooks or {}).values()):
                     changed = hook(gradient)
                     gradient = gradient if changed is None else changed
@@ -185,7 +202,7 @@ class Gradients:
                 self._lanes.synchronize(transfer.copied, "gradients arrived")
             self._recycle(transfer.staging)
         self._on_the_way.clear()
-        self._hooked.clear()
+        self._sums.clear()
         self._parts.clear()
         self._tasks.clear()
 

@@ -61,6 +61,8 @@ class HostLayer:
         self.buffers = LayerBuffers(name, self.modules)
         self.updates = 0
         """Times an optimizer stepped parameters of this layer; fused kernels do so without changing `_version`."""
+        self.outstanding = 0
+        """Forwards with gradients whose backward may still come."""
         self._seen_modes: set[bool] = set()
         self._watched_modes: set[bool] = set()
         self._only_cast: set[int] = set()

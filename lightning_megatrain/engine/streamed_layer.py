@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import Node, saved_tensors_hooks
 
 from lightning_megatrain.engine import hugging_face
+from lightning_megatrain.engine.accounting import Holding
 from lightning_megatrain.engine.autograd import will_accumulate
 from lightning_megatrain.engine.buffers import BufferPlace
 from lightning_megatrain.engine.calls import Arguments, Results
@@ -59,7 +60,8 @@ class _Call:
         self.buffers: dict[BufferPlace, Tensor] = {}
         self.stamp: Stamp = layer.stamp()
         self.results: Results | None = None
-        self.saved: Any = None
+        self.saved: Holding | None = None
+        self._outstanding = False
 
     def run(self, inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> Results:
         """Runs the module's own forward (its hooks have run outside) and gathers everything that leaves it."""
@@ -69,6 +71,14 @@ class _Call:
             output = self.layer.forward(*args, **kwargs)
         changes = self.arguments.changes(self.layer.name, args, kwargs, tensors)
         return Results((output, changes, collected), inputs)
+
+    def outstanding(self, value: bool) -> None:
+        """Says whether a backward of this call may still come."""
+        self.layer.outstanding += int(value) - int(self._outstanding)
+        self._outstanding = value
+
+    def __del__(self) -> None:
+        self.outstanding(False)
 
     def returned(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Any:
         """The layer's output made of `outputs`; what it recorded and what it put into containers goes where it belongs."""
@@ -110,6 +120,7 @@ class _StreamedLayer(torch.autograd.Function):
         ctx.save_for_backward(*given)
         call.saved = engine.accounting.hold("saved inputs", call.arguments.tensors)
         call.arguments.forget_tensors()
+        call.outstanding(True)
         memory = {tensor.untyped_storage()._cdata for tensor in inputs}
         # .data has a version of its own and is no view, so that the caller may write it in place; what shares an input's memory must share its version
         outputs = [t.detach() if t.untyped_storage()._cdata in memory else t.data for t in results.tensors]
@@ -150,8 +161,11 @@ class _StreamedLayer(torch.autograd.Function):
             return inputs, weights
 
         _, weights = call.surroundings.run(recompute)
-        engine.gradients.deliver([(p, w.grad) for p, w in zip(parameters, weights, strict=True) if w.grad is not None])
-        call.saved.release()
+        call.outstanding(False)
+        arrived = [(parameter, weight.grad) for parameter, weight in zip(parameters, weights, strict=True) if weight.grad is not None]
+        engine.gradients.deliver(arrived, more_to_come=layer.outstanding > 0)
+        if call.saved is not None:
+            call.saved.release()
         return (None, *[leaf.grad for leaf in inputs], *[None] * len(parameters))
 
 
@@ -190,7 +204,7 @@ def _watch_casts(engine: "Engine", layer: HostLayer, weights: Sequence[Tensor]) 
     watch = CastWatch([weights[index] for index in fp32])
     with watch:
         yield
-    layer.decide_casts({fp32[index] for index in watch.only_cast()}, {fp32[index] for index in watch.otherwise_used()})
+    layer.decide_casts({fp32[index] for index in watch.cast_once()}, {fp32[index] for index in watch.otherwise_used()})
 
 
 def _refuse_written(layer: HostLayer, inputs: Sequence[Tensor], versions: Sequence[int]) -> None:

@@ -1,0 +1,61 @@
+"""One screen that tells what lives where."""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+if TYPE_CHECKING:
+    from lightning_megatrain.engine.engine import Engine
+
+
+def report(engine: "Engine", optimizers: Iterable[Optimizer] = ()) -> str:
+    """Describes what the engine keeps where, in bytes, with bytes per parameter on the host, and what it moved since its counts were reset.
+
+    Args:
+        engine: An engine that has run a step.
+        optimizers: Optimizers whose state counts among the host's bytes.
+    """
+    parameters = list(dict.fromkeys(engine.module.parameters()))
+    number = sum(p.numel() for p in parameters)
+    streamed = sum(p.numel() for layer in engine.layers for p in layer.parameters)
+    accounting = engine.accounting
+    host = {
+        "parameters": sum(p.nbytes for p in parameters),
+        "gradients": sum(_nbytes(p.grad) for p in parameters),
+        "optimizer state": sum(_nbytes(value) for optimizer in optimizers for state in optimizer.state.values() for value in state.values()),
+        "working copies": sum(layer.working_copy_bytes for layer in engine.layers),
+        "transfer buffers": engine.transfer.ring_bytes + engine.gradients.staging_bytes,
+    }
+    lines = [
+        f"Streaming {len(engine.layers)} layers to {engine.device}: {number:,} parameters, {streamed / number:.0%} of them streamed, the rest resident",
+        f"{'on the host':<20}{'bytes':>12}{'a parameter':>14}",
+        *(f"  {name:<18}{_size(nbytes):>12}{nbytes / number:>14.1f}" for name, nbytes in host.items()),
+        f"  {'in all':<18}{_size(sum(host.values())):>12}{sum(host.values()) / number:>14.1f}",
+        f"{'on the device':<20}{'now':>12}{'peak':>14}",
+        *(f"  {kind:<18}{_size(accounting.device_bytes[kind]):>12}{_size(peak):>14}" for kind, peak in accounting.peak_bytes.items()),
+        f"moved: {_size(accounting.bytes_to_device)} to the device, {_size(accounting.bytes_to_host)} to the host; "
+        f"{accounting.loads.total()} loads, {accounting.prefetch_misses} of them waited for",
+    ]
+    memory = engine.memory
+    if memory.wanted_bytes:
+        lines.append(f"page-locked: {_size(memory.locked_bytes)} of {_size(memory.wanted_bytes)}")
+    if memory.locked_bytes < memory.wanted_bytes:
+        lines.append(
+            "  The system refused the rest. Its copies go through "
+            + ("a small locked ring, one pass over host memory more." if engine.transfer.ring_bytes else "unlocked memory, and the device waits for them.")
+            + " Raise the limit with `ulimit -l unlimited` (in a container: --ulimit memlock=-1)."
+        )
+    return "\n".join(lines)
+
+
+def _nbytes(value: Any) -> int:
+    return value.nbytes if isinstance(value, Tensor) else 0
+
+
+def _size(nbytes: int) -> str:
+    value, units = float(nbytes), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while value >= 1024 and len(units) > 1:
+        value, units = value / 1024, units[1:]
+    return f"{value:.0f} {units[0]}" if units[0] == "B" else f"{value:.1f} {units[0]}"

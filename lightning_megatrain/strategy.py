@@ -1,0 +1,294 @@
+"""`Trainer(strategy="megatrain")`: trains with the parameters in host memory."""
+
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.utilities.init import _EmptyInit
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.accelerators import Accelerator, MPSAccelerator
+from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch import Tensor
+from torch.optim import Optimizer
+from torchmetrics import Metric
+from typing_extensions import override
+
+from lightning_megatrain.engine import Engine
+from lightning_megatrain.engine.report import report
+from lightning_megatrain.optim.fused import FusedSwitch
+from lightning_megatrain.precision import MegaTrainMixedPrecision, compute_dtype, host_precision
+
+
+class MegaTrainStrategy(SingleDeviceStrategy):
+    """Trains any LightningModule on one device while its parameters and the optimizer's state stay in host memory.
+
+    Layers' weights are streamed to the device while they run, and their gradients back; the optimizer works on the module's own parameters, on the
+    host. Each layer runs once more in backward, so a step takes one forward more than plain training. Losses, gradients and weights are those of
+    plain training.
+
+    Args:
+        layers: Class names (``["LlamaDecoderLayer"]``) or path patterns (``["model.layers.*"]``) of the modules to stream. Left out: Hugging Face's
+            layers, else every run of two or more like blocks in a `ModuleList` or `Sequential`. Device memory holds what is not streamed.
+        resident: Class names or path patterns of modules to keep on the device though they could be streamed. Costs device memory for their weights
+            and gradients, saves their recompute. Left out: none.
+        slots: Buffers on the device for weights, each of the size of the largest layer (default 2, the least). More of them help only where layers
+            differ much in size.
+        staging_buffers: Buffers on the host for gradients on their way, each of the size of the largest layer's gradients (default 2). With 1, gradients
+            cannot arrive while others leave.
+        stream_casts: Under ``precision="bf16-mixed"``, send those parameters as BF16 that autocast would only ever cast to BF16 (default True). Half the
+            bytes over the bus and in the slots, with the same result; costs 2 bytes of host memory for each such parameter.
+        fused_optimizer: Switch plain Adam, AdamW and SGD to torch's fused CPU kernels (default True): 5 to 10 times faster; results may differ in the last
+            bit. False leaves the optimizer as it is.
+        accelerator: For the Trainer's own use.
+        checkpoint_io: Reads and writes checkpoints; left out: Lightning's.
+        precision_plugin: For the Trainer's own use; see ``Trainer(precision=...)``. ``"32-true"``, ``"bf16-mixed"`` and ``"bf16-true"`` are supported.
+
+    Raises:
+        MisconfigurationException: More than one device, MPS, another precision, ``sync_batchnorm``, or ``torch.compile`` of the whole module.
+        ValueError: Nothing in the module can be streamed.
+    """
+
+    strategy_name = "megatrain"
+
+    def __init__(
+        self,
+        layers: list[str] | None = None,
+        resident: list[str] | None = None,
+        slots: int = 2,
+        staging_buffers: int = 2,
+        stream_casts: bool = True,
+        fused_optimizer: bool = True,
+        accelerator: Accelerator | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:
+        super().__init__("cpu", accelerator, checkpoint_io, precision_plugin)
+        self._engine_options: dict[str, Any] = {
+            "layers": layers,
+            "resident": resident,
+            "slots": slots,
+            "staging_buffers": staging_buffers,
+            "stream_casts": stream_casts,
+        }
+        self._fused_optimizer = fused_optimizer
+        self._fused: list[FusedSwitch] = []
+        self._layer_sync: Any = None  # the Trainer puts `sync_batchnorm` here
+        self._engine: Engine | None = None
+        self._reported = False
+
+    @property
+    def engine(self) -> Engine:
+        """The streaming engine, from `setup` to `teardown`."""
+        if self._engine is None:
+            raise RuntimeError("The engine exists only while the Trainer runs: between the strategy's setup and its teardown.")
+        return self._engine
+
+    # --- device and precision ---
+
+    @property
+    def parallel_devices(self) -> list[torch.device]:
+        """The one device, where the Trainer looks for it; it is not for the strategy's constructor to say."""
+        return []
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: list[torch.device] | None) -> None:
+        if devices and len(devices) > 1:
+            raise MisconfigurationException(
+                f"strategy='megatrain' trains on one device and was given {len(devices)}. Set Trainer(devices=1); to train one model on several devices, use "
+                "strategy='fsdp' or 'deepspeed_stage_3_offload'."
+            )
+        if devices:
+            self._root_device = devices[0]
+
+    @property
+    @override
+    def precision_plugin(self) -> Precision:
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        self._precision_plugin = host_precision(precision_plugin)
+
+    @override
+    def connect(self, model: LightningModule) -> None:
+        if getattr(model, "_compiler_ctx", None) is not None:
+            raise MisconfigurationException(
+                "strategy='megatrain' cannot train a LightningModule that went through torch.compile(): the compiled graph would hold every weight on the device. Pass the "
+                "module as it is, and compile functions inside its layers."
+            )
+        super().connect(model)
+
+    @override
+    def setup_environment(self) -> None:
+        if isinstance(self.accelerator, MPSAccelerator):
+            raise MisconfigurationException(
+                "strategy='megatrain' does not support MPS: its memory is the host's own, so streaming weights would save nothing. Use Trainer(strategy='auto')."
+            )
+        if self._layer_sync is not None:
+            raise MisconfigurationException(
+                "strategy='megatrain' trains on one device, where sync_batchnorm has nothing to synchronise. Set Trainer(sync_batchnorm=False)."
+            )
+        if isinstance(self.precision_plugin, MegaTrainMixedPrecision):
+            self.precision_plugin.device = self.root_device.type
+        assert self.lightning_module is not None
+        if self.root_device.type != "cpu":
+            _keep_averages_on_host(self.lightning_module.trainer)
+        super().setup_environment()
+
+    @contextmanager
+    @override
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        # parameters live on the host, in FP32, whatever the precision of compute
+        with _EmptyInit(enabled=bool(empty_init)), torch.device("cpu"):
+            yield
+
+    # --- setup and teardown ---
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        assert self.accelerator is not None
+        assert self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        self.model = self.precision_plugin.convert_module(self.lightning_module)
+        self.model_to_device()
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+
+    @override
+    def model_to_device(self) -> None:
+        assert self.lightning_module is not None
+        if self._engine is not None:
+            self._engine.close()
+        self._engine = Engine(self.lightning_module, self.root_device, compute_dtype=compute_dtype(self.precision_plugin), **self._engine_options)
+        for module in self.lightning_module.modules():
+            if isinstance(module, Metric):  # a metric's states are neither parameters nor buffers
+                module.to(self.root_device)
+        self._reported = False
+
+    @override
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        super().setup_optimizers(trainer)
+        assert self.lightning_module is not None
+        for optimizer in self.optimizers:
+            _check_optimizer(optimizer)
+        self._fused = [FusedSwitch(optimizer, self.lightning_module) for optimizer in self.optimizers] if self._fused_optimizer else []
+        self._say_fused()
+
+    @override
+    def teardown(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+        super().teardown()
+
+    # --- steps ---
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        with self.engine.step():
+            return super().training_step(*args, **kwargs)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        with self.engine.step():
+            return super().validation_step(*args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        with self.engine.step():
+            return super().test_step(*args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.engine.step():
+            return super().predict_step(*args, **kwargs)
+
+    @override
+    def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        output = super().optimizer_step(optimizer, *args, **kwargs)
+        if not self._reported:
+            self._reported = True
+            rank_zero_info(report(self.engine, self.optimizers))
+        return output
+
+    # --- state ---
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        state = super().lightning_module_state_dict()
+        return {name: value.cpu() if isinstance(value, Tensor) else value for name, value in state.items()}
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        super().load_model_state_dict(checkpoint, strict=strict)
+        if self._engine is not None:
+            self._engine.weights_changed()
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        state: dict[str, Any] = super().optimizer_state(optimizer)
+        plain = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        for switch in self._fused:
+            if switch.optimizer is plain:
+                return switch.original(state)
+        return state
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        # the base class would move the state to the device
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
+            optimizer.load_state_dict(state)
+        for switch in self._fused:
+            switch.apply()
+        self._say_fused()
+
+    def _say_fused(self) -> None:
+        names = sorted({type(switch.optimizer).__name__ for switch in self._fused if switch.switched})
+        if names:
+            rank_zero_info(f"{', '.join(names)} runs torch's fused CPU kernel; MegaTrainStrategy(fused_optimizer=False) leaves it as it is.")
+
+
+def _check_optimizer(optimizer: Optimizer) -> None:
+    elsewhere = {str(p.device) for group in optimizer.param_groups for p in group["params"] if p.device.type != "cpu"}
+    for state in optimizer.state.values():
+        elsewhere |= {str(value.device) for value in state.values() if isinstance(value, Tensor) and value.device.type != "cpu"}
+    if elsewhere:
+        raise MisconfigurationException(
+            f"{type(optimizer).__name__} holds parameters or state on {', '.join(sorted(elsewhere))}, but with strategy='megatrain' both stay in host memory. Create the "
+            "optimizer from the module's own parameters in configure_optimizers(), and load its state through Trainer.fit(ckpt_path=...)."
+        )
+    trained_in_bf16 = sum(p.dtype is torch.bfloat16 and p.requires_grad for group in optimizer.param_groups for p in group["params"])
+    if trained_in_bf16 and getattr(optimizer, "masters", None) != "split":
+        rank_zero_warn(
+            f"{trained_in_bf16} trainable parameters are BF16 and {type(optimizer).__name__} keeps no FP32 masters: updates below 1/256 of a weight are lost. Load the model in "
+            "FP32 (dtype='float32'), or use HostAdamW(masters='split')."
+        )
+
+
+def _keep_averages_on_host(trainer: Trainer) -> None:
+    """Weight averages are a whole model more, which the callbacks would put on the device."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if not isinstance(callback, WeightAveraging):
+            continue
+        if callback._device is None:
+            callback._device = torch.device("cpu")
+            rank_zero_warn(f"{type(callback).__name__} keeps its average in host memory: on the device it would take as much memory as the whole model.")
+        elif torch.device(callback._device).type != "cpu":
+            raise MisconfigurationException(
+                f"{type(callback).__name__}(device={str(callback._device)!r}) would put a whole copy of the model on the device, which strategy='megatrain' is there to avoid. "
+                "Use device='cpu'."
+            )
+
+
+if MegaTrainStrategy.strategy_name not in StrategyRegistry:
+    StrategyRegistry.register(MegaTrainStrategy.strategy_name, MegaTrainStrategy, description="Parameters in host memory, streamed layer by layer")
