@@ -7,7 +7,7 @@ kernel on the compute lane. Views act at once. What cannot be known without the 
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -120,7 +120,7 @@ class Call:
             plan = _plans[self.key] = self._probe()
         if plan is NEEDS_NUMBERS:
             return self.run_now()
-        return self._follow(plan, self.execute)
+        return self._follow(plan)
 
     def run_random(self) -> Any:
         """As `run`; the generator moves on at once, and the work draws later from where the generator stood at the call."""
@@ -130,21 +130,13 @@ class Call:
             torch.set_rng_state(state)
             return self.run_now()
 
-        def draw() -> Any:
-            later = torch.get_rng_state()
-            torch.set_rng_state(state)
-            try:
-                return self.execute()
-            finally:
-                torch.set_rng_state(later)
-
-        return self._follow(plan, draw)
+        return self._follow(plan, state)
 
     def run_now(self) -> Any:
         """Waits for the compute lane, then runs on its numbers."""
         DEVICE.compute.flush()
         shapes = [(raw.size(), raw.stride()) for raw in self.raws]
-        result = self.execute()
+        result = self.bound()()
         for tensor, raw, shape in zip(self.tensors, self.raws, shapes, strict=True):
             if tensor is not None and (raw.size(), raw.stride()) != shape:
                 raise NotImplementedError(f"{self.name} gave an emu tensor another shape in place")
@@ -157,8 +149,9 @@ class Call:
 
         return tree_map(wrap, result)
 
-    def execute(self) -> Any:
-        return kernel(self.func)(*self.args, **self.kwargs)
+    def bound(self) -> Callable[[], Any]:
+        """Returns the kernel with its arguments; it holds raw memory, never an emu tensor, so that queued work keeps no allocation alive."""
+        return partial(kernel(self.func), *self.args, **self.kwargs)
 
     def _depends_on_numbers(self) -> bool:
         tags = self.func.tags
@@ -205,13 +198,13 @@ class Call:
             return EmulatedTensor(output, Block(output, DEVICE.compute, DEVICE.memory))
         return EmulatedTensor(output, tensor.block) if output is not tensor.raw else tensor
 
-    def _follow(self, plan: Any, execute: Callable[[], Any]) -> Any:
+    def _follow(self, plan: Any, rng_state: Tensor | None = None) -> Any:
         shape, outputs, resized = plan
         for index, new in resized.items():
             self._resize(index, new)
         if not self.mutates and outputs and all(isinstance(output, Alias) for output in outputs):
             views = iter(outputs)
-            return tree_map(lambda raw: self._wrap_alias(next(views).index, raw), execute())
+            return tree_map(lambda raw: self._wrap_alias(next(views).index, raw), self.bound()())
         made: list[Tensor] = []
         filled: list[tuple[int, Tensor]] = []  # (number of the output, raw memory it goes to)
         for number, output in enumerate(outputs):
@@ -223,13 +216,7 @@ class Call:
                 filled.append((number, tensor.raw))
 
         if self.name not in UNINITIALIZED:
-
-            def work() -> None:
-                results = leaves(execute())
-                for number, raw in filled:
-                    raw.copy_(results[number])
-
-            DEVICE.compute.add(work)
+            DEVICE.compute.add(_work(self.bound(), filled, rng_state))
         makes = iter(made)
         return tree_map(lambda _: next(makes), shape, is_leaf=lambda leaf: leaf == 0)
 
@@ -247,6 +234,24 @@ class Call:
         if tensor is None:
             raise RuntimeError(f"{self.name} would write a cpu scalar")
         return tensor
+
+
+def _work(execute: Callable[[], Any], filled: list[tuple[int, Tensor]], rng_state: Tensor | None) -> Callable[[], None]:
+    """Returns what runs in the lane: `execute`, drawing from `rng_state`, and the move of its new outputs to where they were promised."""
+
+    def work() -> None:
+        later = torch.get_rng_state() if rng_state is not None else None
+        if rng_state is not None:
+            torch.set_rng_state(rng_state)
+        try:
+            results = leaves(execute())
+        finally:
+            if later is not None:
+                torch.set_rng_state(later)
+        for number, raw in filled:
+            raw.copy_(results[number])
+
+    return work
 
 
 def _stand_in(raw: Tensor, fill: int) -> Tensor:
