@@ -1,0 +1,530 @@
+"""The loader on which every policy rests: sized, stateful, and open to change between two steps."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from copy import copy
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_megatrain.datamodules.plan import Plan
+from lightning_megatrain.datamodules.sample_domains import THREE_FORMS, DomainOf, find_domains
+from lightning_megatrain.datamodules.sampler_order import SamplerOrder
+from lightning_megatrain.datamodules.sources import Sources, sample_count
+
+
+@dataclass(frozen=True)
+class Delivered:
+    """What a batch was made of.
+
+    Attributes:
+        index: (B,) int64, each sample's index in the dataset (named datasets follow one another); a stream's sample has its ordinal.
+        domain: (B,) int64 positions in ``loader.domains``, or None when the data has no domains.
+    """
+
+    index: torch.Tensor
+    domain: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class _Planned:
+    keys: list[Any]  # what the dataset is asked for
+    index: NDArray[np.int64]
+    domain: NDArray[np.int64] | None
+    position: dict[str, Any]  # of the plan, behind this batch
+
+
+class DynamicLoader:
+    """A data loader whose samples can be chosen anew between any two steps.
+
+    It has a length, keeps its place in the checkpoint and is used like a DataLoader. All ranks plan the same batches from the seed
+    and take their own part, so nothing is communicated. :meth:`set_pool` and :meth:`set_proportions` are in force with the very next
+    batch; what workers had fetched ahead is dropped. Inside an epoch, a resumed run goes on with exactly the sample that would
+    have come next. ``loader.last`` tells the index and domain of each sample of the batch at hand, which itself is untouched.
+
+    Without a decision each epoch is one permutation of all samples. A pool or a domain is drawn without replacement until it is used up,
+    then in a new permutation. Proportions are exact over each ``window`` of samples (largest remainder).
+
+    Args:
+        dataset: A map-style dataset, or one dataset per domain: ``{"wiki": ..., "code": ...}``, where each is map-style or iterable
+            (streamed). A lone iterable dataset is one stream. Every worker and rank reads a stream whole and keeps its own samples.
+        batch_size: Samples per batch and rank.
+        domain: Where a map-style dataset has its domains: a column, or a function of the sample.
+        proportions: Share of each domain from the start. Default: none, all samples are alike (streams: equal shares).
+        shuffle: ``False`` keeps the samples' own order. Streams always do.
+        seed: Seeds every permutation.
+        steps_per_epoch: Length of an epoch in batches. Needed for streams; else one pass over the data. When it is given, an epoch
+            goes on where the last one ended.
+        window: Samples over which proportions are exact (default: 1024, rounded up to whole global batches).
+        drop_last: Leave out a last smaller batch of an epoch.
+        collate_fn: As in DataLoader.
+        num_workers: As in DataLoader; workers live as long as the loader.
+        prefetch_factor: As in DataLoader. What is fetched ahead is lost when a decision changes.
+        pin_memory: As in DataLoader.
+        worker_init_fn: As in DataLoader.
+        rank: This process among ``world_size`` (default: from ``torch.distributed``).
+        world_size: How many processes train (default: from ``torch.distributed``).
+
+    Raises:
+        TypeError: the dataset is neither map-style nor iterable.
+        ValueError: a size, share or domain that cannot be.
+
+    Example::
+
+        loader = DynamicLoader({"wiki": wiki, "code": code}, batch_size=8, proportions={"wiki": 0.7, "code": 0.3})
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int = 1,
+        *,
+        domain: DomainOf | None = None,
+        proportions: Mapping[str, float] | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        steps_per_epoch: int | None = None,
+        window: int = 1024,
+        drop_last: bool = False,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_workers: int = 0,
+        prefetch_factor: int | None = None,
+        pin_memory: bool = False,
+        worker_init_fn: Callable[[int], None] | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
+    ) -> None:
+        if batch_size < 1:
+            raise ValueError(f"`batch_size` must be at least 1, got {batch_size}.")
+        if steps_per_epoch is not None and steps_per_epoch < 1:
+            raise ValueError(f"`steps_per_epoch` must be at least 1, got {steps_per_epoch}.")
+        self.dataset, self.batch_size, self.drop_last, self.seed = dataset, batch_size, drop_last, seed
+        self._domain_of, self._steps_per_epoch = domain, steps_per_epoch
+        self._window, self._shuffle, self._first_proportions = window, shuffle, proportions
+        self._rank, self._world_size = rank, world_size
+        self._own_order: SamplerOrder | None = None
+        self._sources = {"": dataset} if not isinstance(dataset, Mapping) else dict(dataset)
+        if isinstance(dataset, Mapping) and domain is not None:
+            raise ValueError("Named datasets are their own domains: leave out `domain=`.")
+        self._sizes = {name: sample_count(source, name) for name, source in self._sources.items()}
+        self._streamed = any(size is None for size in self._sizes.values())
+        if self._streamed and steps_per_epoch is None:
+            raise ValueError("A stream has no length: give `steps_per_epoch=`, the number of batches to call an epoch.")
+        if self._streamed and domain is not None:
+            raise ValueError(f"The domains of a stream must be separate streams, one per name.\n{THREE_FORMS}")
+        self._source: Any = dataset
+        if isinstance(dataset, Mapping) or self._streamed:
+            self._source = Sources(self._sources, self._sizes)
+        self._feed = _Feed(self)
+        self._inner: DataLoader = DataLoader(
+            self._source,
+            batch_sampler=self._feed,  # type: ignore[arg-type]
+            collate_fn=collate_fn,
+            num_workers=num_workers,
+            prefetch_factor=prefetch_factor,
+            pin_memory=pin_memory,
+            worker_init_fn=worker_init_fn,
+            persistent_workers=num_workers > 0,
+            generator=torch.Generator().manual_seed(seed),  # leaves torch's global generator alone
+        )
+        self._start()
+
+    @classmethod
+    def from_dataloader(
+        cls, loader: DataLoader, *, domain: DomainOf | None = None, seed: int = 0, rank: int | None = None, world_size: int | None = None
+    ) -> DynamicLoader:
+        """Take over a plain DataLoader. Until a decision is made it gives exactly what it gave before.
+
+        Args:
+            loader: A DataLoader over a map-style dataset, with the sampler that this rank shall use.
+            domain: A column, or a function of the sample.
+            seed: Seeds the permutations once a decision is in force.
+            rank: As in the constructor.
+            world_size: As in the constructor.
+
+        Raises:
+            TypeError: the dataset is iterable, or the loader does not batch.
+        """
+        if isinstance(loader.dataset, IterableDataset) or not hasattr(loader.dataset, "__getitem__"):
+            raise TypeError(
+                f"The samples of an iterable dataset ({type(loader.dataset).__name__}) cannot be chosen by index. Return a `DynamicLoader` "
+                "instead of a DataLoader: `DynamicLoader({'name': stream, ...}, batch_size=..., steps_per_epoch=...)` mixes "
+                "streams; to select samples, make the dataset map-style (`__getitem__` and `__len__`)."
+            )
+        if loader.batch_sampler is None:
+            raise TypeError("A DataLoader with `batch_size=None` does not batch. Give it a `batch_size`, or return a `DynamicLoader`.")
+        batch_size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+        if batch_size is None:
+            raise TypeError(
+                f"The batch sampler {type(loader.batch_sampler).__name__} does not tell its batch size. Give it an attribute `batch_size`, "
+                "or return a `DynamicLoader`."
+            )
+        self = cls.__new__(cls)
+        self.dataset, self.batch_size, self.drop_last, self.seed = loader.dataset, batch_size, loader.drop_last, seed
+        self._domain_of, self._steps_per_epoch, self._window = domain, None, 1024
+        self._shuffle, self._first_proportions = True, None
+        self._rank, self._world_size = rank, world_size
+        self._sources = {"": loader.dataset}
+        self._sizes = {"": sample_count(loader.dataset, "")}
+        self._streamed, self._source = False, loader.dataset
+        self._own_order = SamplerOrder(loader)
+        self._feed = _Feed(self, getattr(loader.batch_sampler, "sampler", loader.batch_sampler))
+        self._inner = copy(loader)  # keeps a subclass, its collate, workers and generator as they are
+        self._inner.__dict__["batch_sampler"] = self._feed  # DataLoader refuses to set it by name
+        self._inner.__dict__["_iterator"] = None
+        self._start()
+        return self
+
+    def _start(self) -> None:
+        self.last: Delivered | None = None
+        self.epoch = 0
+        self.delivered = 0  # batches of this epoch that were handed out
+        self._plan: Plan | None = None
+        self._ahead: deque[_Planned] = deque()
+        self._planned = 0
+        self._position: dict[str, Any] = {}  # of the plan, behind the last batch handed out; empty until there is a plan
+        self._stale = False
+        self._resumed = False
+        self._changes = 0
+
+    # ---------------------------------------------------------------- what it holds
+
+    @property
+    def rank(self) -> int:
+        """This process among those that train."""
+        if self._rank is not None:
+            return self._rank
+        return torch.distributed.get_rank() if torch.distributed.is_available() and torch.distributed.is_initialized() else 0
+
+    @property
+    def world_size(self) -> int:
+        """How many processes train."""
+        if self._world_size is not None:
+            return self._world_size
+        return torch.distributed.get_world_size() if torch.distributed.is_available() and torch.distributed.is_initialized() else 1
+
+    @property
+    def batch_sampler(self) -> _Feed:
+        """Where Lightning looks for a sampler to tell the epoch."""
+        return self._feed
+
+    @property
+    def collate_fn(self) -> Callable[[list[Any]], Any]:
+        """The function that makes a batch of samples."""
+        return self._inner.collate_fn
+
+    @property
+    def num_samples(self) -> int | None:
+        """Samples of all domains, None with a stream."""
+        return None if self._streamed else sum(s or 0 for s in self._sizes.values())
+
+    @property
+    def samples(self) -> Any:
+        """The map-style dataset whose positions are the indices of :attr:`last` and :meth:`set_pool`.
+
+        Raises:
+            TypeError: a source is a stream.
+        """
+        if self._streamed:
+            raise TypeError("The samples of a stream cannot be chosen by index: selection needs map-style datasets.")
+        return self._source
+
+    @property
+    def has_domains(self) -> bool:
+        """Whether the data comes with domains."""
+        return self._domain_of is not None or isinstance(self.dataset, Mapping)
+
+    @property
+    def domains(self) -> list[str]:
+        """The names of the domains.
+
+        Raises:
+            ValueError: the data has none; shows the three ways to give them.
+        """
+        if not self.has_domains:
+            raise ValueError(f"The training data has no domains.\n{THREE_FORMS}")
+        return self.plan.names
+
+    @property
+    def domain_sizes(self) -> dict[str, int | None]:
+        """Samples of each domain, None for a stream."""
+        counts = self.plan.domain_sizes
+        return dict(zip(self.domains, counts, strict=True))
+
+    @property
+    def proportions(self) -> dict[str, float] | None:
+        """The proportions in force."""
+        return None if self.plan.proportions is None else dict(self.plan.proportions)
+
+    @property
+    def pool(self) -> NDArray[np.int64] | None:
+        """The indices of the pool in force."""
+        return self.plan.pool
+
+    def domain_of(self, indices: ArrayLike) -> NDArray[np.int64]:
+        """Return the domain (position in :attr:`domains`) of each of ``indices``, which are (N,) integers."""
+        self.domains  # noqa: B018  raises if there are none
+        return self.plan.domain_of(np.asarray(indices, dtype=np.int64))
+
+    @property
+    def plan(self) -> Plan:
+        """What comes next. Made when first needed: a column of domains may take a pass over the data."""
+        if self._plan is None:
+            names, ids = list(self._sources), None
+            sizes = list(self._sizes.values())
+            if self._domain_of is not None:
+                names, ids = find_domains(self.dataset, self._domain_of)
+                sizes = np.bincount(ids, minlength=len(names)).tolist()
+            global_batch = self.batch_size * self.world_size
+            window = -(-self._window // global_batch) * global_batch
+            self._plan = Plan(sizes, names, ids, seed=self.seed, window=window, shuffle=self._shuffle)
+            if self._first_proportions is not None and not self.has_domains:
+                raise ValueError(f"`proportions` needs domains.\n{THREE_FORMS}")
+            self._plan.set_proportions(self._first_proportions or self._equal_shares(), 0)
+            self._position = {"plan": self._plan.position(), "own_order": 0}
+        return self._plan
+
+    def _equal_shares(self) -> dict[str, float] | None:
+        return dict.fromkeys(self._sources, 1.0) if self._streamed else None
+
+    # ---------------------------------------------------------------- decisions
+
+    def set_pool(self, indices: ArrayLike | None, *, ordered: bool = False) -> None:
+        """Draw only from ``indices`` from the next batch on.
+
+        Args:
+            indices: (N,) positions in the dataset; a repeated one comes up that often. None: all samples again.
+            ordered: Serve them in the order given, again and again, instead of shuffled.
+
+        Raises:
+            TypeError: a source is a stream.
+            ValueError: no index, or one outside the dataset.
+        """
+        if indices is not None:
+            _ = self.samples
+            indices = np.array(indices, dtype=np.int64).reshape(-1)
+            total = self.num_samples or 0
+            if not len(indices) or indices.min() < 0 or indices.max() >= total:
+                raise ValueError(
+                    f"A pool needs indices between 0 and {total - 1}, got {len(indices)} of them"
+                    + (f" from {indices.min()} to {indices.max()}." if len(indices) else ".")
+                )
+        self._rewind()
+        self.plan.set_pool(indices, ordered)
+        self._changed()
+
+    def set_proportions(self, proportions: Mapping[str, float] | None) -> None:
+        """Mix the domains in these shares from the next batch on.
+
+        Args:
+            proportions: A weight for every domain; None: no shares (streams: equal ones).
+
+        Raises:
+            ValueError: the data has no domains, or a weight is missing or wrong.
+        """
+        _ = self.domains
+        self._rewind()
+        self.plan.set_proportions(proportions or self._equal_shares(), self._changes + 1)
+        self._changed()
+
+    def _rewind(self) -> None:
+        """Take back what was planned but not handed out."""
+        self._ahead.clear()
+        self._planned = self.delivered
+        self.plan.seek(self._position["plan"])
+        if self._own_order is not None:
+            self._own_order.seek(self._position["own_order"])
+
+    def _changed(self) -> None:
+        self._changes += 1
+        self._stale = True
+        self._position = self._here()
+
+    # ---------------------------------------------------------------- iteration
+
+    def __len__(self) -> int:
+        if self._steps_per_epoch is not None:
+            return self._steps_per_epoch
+        if self._own_order is not None:
+            return len(self._own_order)
+        global_batch = self.batch_size * self.world_size
+        total = self.num_samples or 0
+        return total // global_batch if self.drop_last else -(-total // global_batch)
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.delivered and (not self._resumed or self.delivered >= len(self)):
+            self._begin_epoch(self.epoch + 1)
+        self._resumed = False
+        return _Epoch(self)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin epoch ``epoch``, unless the loader is in it already. Lightning calls this at the start of every epoch."""
+        if epoch != self.epoch:
+            self._begin_epoch(epoch)
+
+    def _begin_epoch(self, epoch: int) -> None:
+        self.epoch, self.delivered = epoch, 0
+        self._rewind()
+        if self._own_order is not None:
+            self._own_order.start_epoch()
+        elif self._steps_per_epoch is None:
+            self.plan.start_pass(epoch)
+        self._position = self._here()
+        self._stale = True
+
+    def _here(self) -> dict[str, Any]:
+        own = None if self._own_order is None else self._own_order.position()
+        return {"plan": self.plan.position(), "own_order": own}
+
+    def _plan_batch(self) -> _Planned | None:
+        """Plan one more batch of this rank; None at the end of the epoch."""
+        if self._planned >= len(self):
+            return None
+        if self._own_order is not None and not (self._plan is not None and self._plan.decided):
+            keys = self._own_order.take()
+            if keys is None:
+                return None
+            index = np.array(keys, dtype=np.int64)
+            domain = self.plan.domain_of(index) if self.has_domains else None
+        else:
+            index, domain = self._share(*self.plan.take(self._global_batch()))
+            keys = index.tolist()
+            if self._streamed:
+                keys = [(int(d), int(i)) for d, i in zip(domain, index, strict=True)]
+            if not self.has_domains:
+                domain = None
+        self._planned += 1
+        planned = _Planned(keys, index, domain, self._here())
+        self._ahead.append(planned)
+        return planned
+
+    def _global_batch(self) -> int:
+        """Samples of the next batch of all ranks: fewer in the last one of a pass over the data."""
+        full = self.batch_size * self.world_size
+        if self._planned < len(self) - 1 or self.drop_last or self._steps_per_epoch is not None or self._own_order is not None:
+            return full
+        if self.plan.decided:
+            return full
+        return (self.num_samples or 0) - (len(self) - 1) * full
+
+    def _share(self, index: NDArray[np.int64], domain: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Take this rank's part. Every rank gets a sample: fewer samples than ranks are dealt more than once."""
+        if len(index) < self.world_size:
+            index, domain = np.resize(index, self.world_size), np.resize(domain, self.world_size)
+        cuts = [len(index) * r // self.world_size for r in (self.rank, self.rank + 1)]
+        return index[cuts[0] : cuts[1]], domain[cuts[0] : cuts[1]]
+
+    def _hand_out(self, batch: Any) -> Any:
+        planned = self._ahead.popleft()
+        self.delivered += 1
+        self._position = planned.position
+        if self._own_order is not None:
+            self._own_order.commit(planned.position["own_order"])
+        self.last = Delivered(torch.from_numpy(planned.index), None if planned.domain is None else torch.from_numpy(planned.domain))
+        return batch
+
+    # ---------------------------------------------------------------- state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place in the data and the decisions in force, for a checkpoint."""
+        decisions = self.plan.decisions()
+        return {
+            "epoch": self.epoch,
+            "delivered": self.delivered,
+            "global_batch": self.batch_size * self.world_size,
+            "num_samples": self.num_samples,
+            "changes": self._changes,
+            "position": self._position,
+            "decisions": decisions,
+            "own_order": None if self._own_order is None else self._own_order.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to the place that :meth:`state_dict` returned; the next batch is the one that would have followed.
+
+        Raises:
+            ValueError: the batch size, number of processes or data is not the saved one.
+            RuntimeError: a wrapped DataLoader's sampler gives another order than it gave then.
+        """
+        global_batch = self.batch_size * self.world_size
+        if state["delivered"] and state["global_batch"] != global_batch:
+            raise ValueError(
+                f"The checkpoint lies inside an epoch of batches of {state['global_batch']} samples (over all processes), but they now "
+                f"have {global_batch} ({self.batch_size} x {self.world_size}). Use the same batch size and number of devices, or resume "
+                "from the end of an epoch."
+            )
+        if state["num_samples"] != self.num_samples:
+            raise ValueError(f"The checkpoint was saved with {state['num_samples']} samples, the data has {self.num_samples}.")
+        self._ahead.clear()
+        self.epoch, self.delivered, self._planned = state["epoch"], state["delivered"], state["delivered"]
+        self._changes = state["changes"]
+        self.plan.load_decisions(state["decisions"])
+        self.plan.seek(state["position"]["plan"])
+        if self._own_order is not None:
+            self._own_order.load_state_dict(state["own_order"])
+            self._own_order.seek(state["position"]["own_order"])
+        self._position = state["position"]
+        self._stale, self._resumed = True, True
+
+
+class _Epoch(Iterator[Any]):
+    """One epoch's batches; starts the DataLoader's iterator anew when what it fetched ahead is out of date."""
+
+    def __init__(self, loader: DynamicLoader) -> None:
+        self._loader = loader
+        self._batches = self._begin()
+
+    def __next__(self) -> Any:
+        if self._loader._stale:
+            self._loader._rewind()
+            self._batches = self._begin()
+        return self._loader._hand_out(next(self._batches))
+
+    def _begin(self) -> Iterator[Any]:
+        loader = self._loader
+        loader._stale = False
+        if isinstance(loader._source, Sources):
+            inner = loader._inner
+            loader._source.keep = (inner.num_workers * (inner.prefetch_factor or 0) + 1) * loader.batch_size * loader.world_size
+        return iter(loader._inner)
+
+
+class _Feed:
+    """The batch sampler of the inner DataLoader: asks the plan for one batch after another."""
+
+    def __init__(self, loader: DynamicLoader, wrapped_sampler: Any = None) -> None:
+        # Weak, as a cycle would leave the workers to the garbage collector, which may run in a forked process that cannot end them.
+        self._owner = weakref.ref(loader)
+        self._wrapped_sampler = wrapped_sampler
+
+    @property
+    def _loader(self) -> DynamicLoader:
+        loader = self._owner()
+        if loader is None:
+            raise RuntimeError("The DynamicLoader is gone. Keep it alive while its batches are read.")
+        return loader
+
+    @property
+    def sampler(self) -> _Feed:
+        """Where Lightning looks for ``set_epoch``."""
+        return self
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the loader, and the sampler of a wrapped DataLoader, which epoch begins."""
+        if hasattr(self._wrapped_sampler, "set_epoch"):
+            self._wrapped_sampler.set_epoch(epoch)
+        self._loader.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        while (planned := self._loader._plan_batch()) is not None:
+            yield planned.keys
+
+    def __len__(self) -> int:
+        return len(self._loader)

@@ -1,0 +1,181 @@
+"""The plan: which samples make up the batches to come, under the decisions in force."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
+from numpy.typing import NDArray
+
+from lightning_megatrain.datamodules.sampling import Draws, Ordinals
+from lightning_megatrain.datamodules.shares import Mixture, name_seed, normalise
+
+_ALL, _POOL, _DOMAIN, _MIXTURE = range(4)  # what a seed is for
+
+
+class Plan:
+    """Samples for the batches to come: a seeded order, that a pool and proportions may govern.
+
+    Without a decision the plan is a permutation of everything for each pass. A pool limits it to some samples, proportions set the
+    share of each domain, and both can hold at once: then each domain draws from its part of the pool.
+
+    Args:
+        sizes: Samples of each domain; None for a stream, which is served in its own order.
+        names: The domains' names, in the order of ``sizes``; ``[""]`` if the data has no domains.
+        ids: (N,) domain of each sample, or None when there is one domain.
+        seed: Seeds all permutations.
+        window: Samples over which proportions are exact.
+        shuffle: ``False`` serves samples in their own order.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int | None],
+        names: Sequence[str],
+        ids: NDArray[np.int32] | None,
+        *,
+        seed: int,
+        window: int,
+        shuffle: bool,
+    ) -> None:
+        self.names = list(names)
+        self.total = None if any(s is None for s in sizes) else sum(s or 0 for s in sizes)
+        self._sizes, self._ids = list(sizes), ids
+        self._offsets = np.cumsum([0] + [s or 0 for s in sizes])
+        self._seed, self._window, self._shuffle = seed, window, shuffle
+        self.pool: NDArray[np.int64] | None = None
+        self.ordered = False
+        self.proportions: dict[str, float] | None = None
+        self.version = 0  # counts the pools
+        self._everything = Draws(self.total, [seed, _ALL], shuffle=shuffle) if self.total else None
+        self._from_pool: Draws | None = None
+        self._domains: dict[int, Draws | Ordinals] = {}
+        self._mixture: Mixture | None = None
+        self._mixture_number = 0
+
+    @property
+    def decided(self) -> bool:
+        """Whether a pool or proportions are in force."""
+        return self.pool is not None or self.proportions is not None
+
+    @property
+    def domain_sizes(self) -> list[int | None]:
+        """Samples of each domain, None for a stream."""
+        return list(self._sizes)
+
+    def domain_of(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the domain of each of ``indices``, both (n,)."""
+        if self._ids is not None:
+            return self._ids[indices].astype(np.int64)
+        return np.searchsorted(self._offsets, indices, side="right").astype(np.int64) - 1
+
+    def start_pass(self, number: int) -> None:
+        """Begin permutation ``number`` of everything."""
+        if self._everything is not None:
+            self._everything.seek((number, 0))
+
+    def set_pool(self, pool: NDArray[np.int64] | None, ordered: bool) -> None:
+        """Limit the plan to ``pool``; None lifts the limit."""
+        self.version += 1
+        self.pool, self.ordered = pool, ordered and pool is not None
+        self._rebuild()
+
+    def set_proportions(self, proportions: Mapping[str, float] | None, number: int) -> None:
+        """Set each domain's share; None lifts them. ``number`` counts these decisions and seeds the places."""
+        shares = None if proportions is None else normalise(proportions, self.names)
+        self.proportions = None if shares is None else dict(zip(self.names, shares.tolist(), strict=True))
+        self._mixture_number = number
+        self._rebuild_mixture()
+
+    def take(self, n: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the next ``n`` samples: (n,) indices (a stream's are its ordinals) and (n,) domains."""
+        if self._mixture is not None:
+            domains = self._mixture.take(n)
+            indices = np.empty(n, dtype=np.int64)
+            for d in np.unique(domains):
+                chosen = domains == d
+                indices[chosen] = self._domain(int(d)).take(int(chosen.sum()))
+            return indices, domains
+        draws = self._everything if self._from_pool is None else self._from_pool
+        assert draws is not None  # a plan with streams always has proportions
+        indices = draws.take(n)
+        return indices, self.domain_of(indices)
+
+    def position(self) -> dict[str, Any]:
+        """Return where the plan is, in plain numbers."""
+        return {
+            "everything": self._everything.position() if self._everything else None,
+            "pool": self._from_pool.position() if self._from_pool else None,
+            "domains": {d: draws.position() for d, draws in self._domains.items()},
+            "mixture": self._mixture.position() if self._mixture else None,
+        }
+
+    def seek(self, position: dict[str, Any]) -> None:
+        """Go to a place that :meth:`position` returned under the same decisions."""
+        for draws, place in ((self._everything, position["everything"]), (self._from_pool, position["pool"])):
+            if draws is not None and place is not None:
+                draws.seek(place)
+        for d in list(self._domains):
+            if d not in position["domains"]:
+                del self._domains[d]  # first drawn from after that place
+        for d, place in position["domains"].items():
+            self._domain(d).seek(place)
+        if self._mixture is not None and position["mixture"] is not None:
+            self._mixture.seek(position["mixture"])
+
+    def decisions(self) -> dict[str, Any]:
+        """Return the decisions in force, for a checkpoint."""
+        return {
+            "pool": None if self.pool is None else torch.from_numpy(self.pool),
+            "ordered": self.ordered,
+            "version": self.version,
+            "proportions": self.proportions,
+            "mixture_number": self._mixture_number,
+        }
+
+    def load_decisions(self, state: dict[str, Any]) -> None:
+        """Put the decisions of :meth:`decisions` in force; :meth:`seek` must follow."""
+        self.pool = None if state["pool"] is None else state["pool"].numpy()
+        self.ordered, self.version = state["ordered"], state["version"]
+        self._rebuild()
+        self.set_proportions(state["proportions"], state["mixture_number"])
+
+    def _rebuild(self) -> None:
+        self._domains.clear()
+        self._from_pool = None
+        if self.pool is not None:
+            self._from_pool = Draws(self.pool, [self._seed, _POOL, self.version], shuffle=self._shuffle and not self.ordered)
+        self._rebuild_mixture()
+
+    def _rebuild_mixture(self) -> None:
+        self._mixture = None
+        if self.proportions is None:
+            return
+        shares = normalise(self.proportions, self.names)
+        if self.pool is not None:
+            absent = np.bincount(self.domain_of(self.pool), minlength=len(self.names)) == 0
+            if (absent & (shares > 0)).any():
+                gone = [n for n, a in zip(self.names, absent, strict=True) if a]
+                rank_zero_warn(f"The selected samples contain none of the domains {gone}: their shares go to the other domains.")
+                shares = np.where(absent, 0.0, shares)
+                shares = shares / shares.sum() if shares.sum() else np.where(absent, 0.0, 1.0) / (~absent).sum()
+        self._mixture = Mixture(self.names, shares, self._window, [self._seed, _MIXTURE, self._mixture_number])
+
+    def _domain(self, d: int) -> Draws | Ordinals:
+        if d not in self._domains:
+            seed = [self._seed, _DOMAIN, name_seed(self.names[d]), self.version]
+            if self._sizes[d] is None:
+                self._domains[d] = Ordinals()
+            else:
+                self._domains[d] = Draws(self._members(d), seed, shuffle=self._shuffle and not self.ordered)
+        return self._domains[d]
+
+    def _members(self, d: int) -> NDArray[np.int64]:
+        if self.pool is not None:
+            return self.pool[self.domain_of(self.pool) == d]
+        if self._ids is not None:
+            return np.flatnonzero(self._ids == d).astype(np.int64)
+        return np.arange(self._offsets[d], self._offsets[d + 1], dtype=np.int64)

@@ -1,0 +1,79 @@
+"""Which samples come next: endless draws without replacement, that can go back to where they were."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class Draws:
+    """Draws from one pool without replacement; when it is used up, a new permutation begins.
+
+    Args:
+        pool: The indices to draw from, or their number ``n`` for ``0 .. n-1``.
+        seed: Numbers that seed the permutations, together with the count of passes over the pool.
+        shuffle: ``False`` serves the pool in its own order, again and again.
+    """
+
+    def __init__(self, pool: NDArray[np.int64] | int, seed: Sequence[int], *, shuffle: bool = True) -> None:
+        self.size = pool if isinstance(pool, int) else len(pool)
+        if self.size == 0:
+            raise ValueError("There is nothing to draw from: the pool is empty.")
+        self._pool = None if isinstance(pool, int) else pool
+        self._seed = list(seed)
+        self._shuffle = shuffle
+        self._pass = 0
+        self._cursor = 0
+        self._order: NDArray[np.int64] | None = None  # of the current pass, made when first needed
+
+    def take(self, n: int) -> NDArray[np.int64]:
+        """Return the next ``n`` indices, (n,) int64."""
+        parts = []
+        while n > 0:
+            if self._cursor == self.size:
+                self.seek((self._pass + 1, 0))
+            part = self._current()[self._cursor : self._cursor + n]
+            self._cursor += len(part)
+            n -= len(part)
+            parts.append(part)
+        return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+
+    def position(self) -> tuple[int, int]:
+        """Return the number of finished passes and the place in the current one."""
+        return self._pass, self._cursor
+
+    def seek(self, position: Sequence[int]) -> None:
+        """Go to a place that :meth:`position` returned."""
+        if position[0] != self._pass:
+            self._order = None
+        self._pass, self._cursor = int(position[0]), int(position[1])
+
+    def _current(self) -> NDArray[np.int64]:
+        if self._order is None:
+            order = np.arange(self.size, dtype=np.int64)
+            if self._shuffle:
+                order = np.random.default_rng([*self._seed, self._pass]).permutation(order)
+            self._order = order if self._pool is None else self._pool[order]
+        return self._order
+
+
+class Ordinals:
+    """The endless 0, 1, 2, ... of a stream, whose own order cannot be changed."""
+
+    def __init__(self) -> None:
+        self._next = 0
+
+    def take(self, n: int) -> NDArray[np.int64]:
+        """Return the next ``n`` ordinals, (n,) int64."""
+        self._next += n
+        return np.arange(self._next - n, self._next, dtype=np.int64)
+
+    def position(self) -> tuple[int, int]:
+        """Return the place, in the form that :class:`Draws` has."""
+        return 0, self._next
+
+    def seek(self, position: Sequence[int]) -> None:
+        """Go to a place that :meth:`position` returned."""
+        self._next = int(position[1])
