@@ -1,0 +1,96 @@
+"""What HostAdamW refuses, before any memory is touched."""
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def describe(tensor: Tensor) -> str:
+    """A tensor in an error message: shape, dtype and device."""
+    return f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"
+
+
+def same_layout(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors have the same elements at the same places in memory."""
+    return a.shape == b.shape and (a.stride() == b.stride() or (a.is_contiguous() and b.is_contiguous()))
+
+
+def check_group(group: dict[str, Any], moments: str) -> None:
+    """Raise ValueError for a hyperparameter that is out of range or has no meaning here."""
+    lr, (beta1, beta2) = float(group["lr"]), (float(beta) for beta in group["betas"])
+    if not lr >= 0:
+        raise ValueError(f"lr must not be negative, is {lr}")
+    if not (0 <= beta1 < 1 and 0 <= beta2 < 1):
+        raise ValueError(f"betas must lie in [0, 1), are {beta1} and {beta2}")
+    for name in ("eps", "weight_decay"):
+        if not group[name] >= 0:
+            raise ValueError(f"{name} must not be negative, is {group[name]}")
+    for name in ("capturable", "differentiable"):
+        if group[name]:
+            raise ValueError(f"HostAdamW updates host memory outside of autograd and CUDA graphs; use torch.optim.AdamW for {name}=True")
+    if group["amsgrad"] and moments != "fp32":
+        raise ValueError(f'amsgrad needs exact second moments, not moments="{moments}"; use moments="fp32" or amsgrad=False')
+
+
+def check_parameter(parameter: Tensor, masters: str) -> None:
+    """Raise TypeError for a parameter that cannot be updated here; warn once where its updates will be rounded to BF16."""
+    if parameter.device.type != "cpu":
+        raise TypeError(
+            f"HostAdamW updates parameters in host memory, this one is {describe(parameter)}; move it with .cpu(), "
+            "or give it to torch.optim.AdamW(fused=True)"
+        )
+    if parameter.dtype == torch.bfloat16:
+        if masters == "fp32":
+            raise TypeError(
+                f'a BF16 parameter {tuple(parameter.shape)} under masters="fp32": most updates are smaller than a BF16 weight can take. '
+                'masters="split" trains it exactly at 12 bytes; model.float() makes FP32 weights; masters="none" rounds each update to BF16'
+            )
+        if masters == "none":
+            _warn_rounded()
+    elif parameter.dtype != torch.float32:
+        raise TypeError(f"HostAdamW takes FP32 and BF16 parameters, not {describe(parameter)}; convert it with .float()")
+    # empty_like keeps the strides of dense tensors, and of no others.
+    if torch.empty_like(parameter, device="meta").stride() != parameter.stride() and not parameter.is_contiguous():
+        raise TypeError(
+            f"parameter {describe(parameter)} with strides {parameter.stride()} has gaps or overlaps in memory; "
+            "set parameter.data = parameter.data.contiguous()"
+        )
+
+
+def checked_gradient(parameter: Tensor, gradient: Tensor | None) -> Tensor:
+    """The gradient, laid out like the parameter, in FP32 or BF16.
+
+    Raises:
+        ValueError: if it is missing or has another shape.
+        TypeError: if it is sparse or not on the CPU.
+    """
+    if gradient is None:
+        raise ValueError(f"parameter {describe(parameter)} has no gradient; leave it out of this update")
+    if gradient.layout != torch.strided:
+        raise TypeError(
+            "HostAdamW takes dense gradients, not sparse ones; make the embedding with sparse=False, or give its parameters to "
+            "torch.optim.SparseAdam"
+        )
+    if gradient.device.type != "cpu":
+        raise TypeError(f"HostAdamW takes gradients in host memory, this one is {describe(gradient)}; move it with .cpu()")
+    if gradient.shape != parameter.shape:
+        raise ValueError(f"gradient {describe(gradient)} for a parameter of shape {tuple(parameter.shape)}")
+    dtype = gradient.dtype if gradient.dtype == torch.bfloat16 else torch.float32
+    if dtype == gradient.dtype and same_layout(parameter, gradient):
+        return gradient
+    return torch.empty_like(parameter, dtype=dtype, requires_grad=False).copy_(gradient)
+
+
+_warned: set[str] = set()
+
+
+def _warn_rounded() -> None:
+    if "rounded" not in _warned:
+        _warned.add("rounded")
+        warnings.warn(
+            'masters="none": each new BF16 weight is rounded, which loses every update below 1/256 of the weight. '
+            'masters="split" keeps them all for 2 bytes a parameter.',
+            stacklevel=4,
+        )

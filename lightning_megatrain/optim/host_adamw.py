@@ -1,0 +1,360 @@
+"""HostAdamW: AdamW and Adam for parameters in host memory, in one pass over that memory."""
+
+import ctypes
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+from typing_extensions import override
+
+from lightning_megatrain.optim import kernel, state
+from lightning_megatrain.optim.arithmetic import Update
+from lightning_megatrain.optim.checks import check_group, check_parameter, checked_gradient, describe, same_layout
+from lightning_megatrain.optim.masters import flat, join, split
+
+Masters = Literal["fp32", "split", "none"]
+
+
+class HostAdamW(torch.optim.Optimizer):
+    """AdamW (and Adam) over CPU parameters, at the speed of the memory.
+
+    Takes the arguments of `torch.optim.AdamW` and gives its results to the last bits of a weight. One pass per step reads each gradient in
+    its own dtype, scales it, updates the moments and the weight, and writes a BF16 working copy where one is kept. With Loshchilov &
+    Hutter's decoupled decay (arXiv 1711.05101, algorithm 2) or, with `decoupled_weight_decay=False`, Kingma & Ba's Adam (arXiv 1412.6980).
+
+    Host bytes a parameter, gradient excluded:
+
+    | masters | moments | bytes |
+    |---|---|---|
+    | fp32 | fp32, bf16, int8 | 12, 8, 6.03 |
+    | split | fp32, bf16, int8 | 12, 8, 6.03; 2 of them are the BF16 weight a device computes with, which costs "fp32" 2 more |
+
+    Args:
+        params: parameters, named parameters, or groups, as for any torch optimizer. They must be on the CPU and dense.
+        lr: learning rate, read from the group at each step.
+        betas: decay of the first and second moment per step.
+        eps: added to the root of the second moment.
+        weight_decay: decay per unit of learning rate (decoupled), or the L2 penalty.
+        amsgrad: divide by the largest second moment so far (needs `moments="fp32"`; 4 bytes more).
+        foreach: accepted for torch's sake and carried along; the kernel is always fused.
+        maximize: climb instead of descend.
+        capturable: must be False.
+        differentiable: must be False.
+        fused: as `foreach`.
+        decoupled_weight_decay: False for Adam (torch's Adam also has `weight_decay=0` by default).
+        masters: "fp32" takes FP32 parameters only. "split" also takes BF16 parameters and keeps the low 16 bits of each FP32 weight beside
+            them (int16), so that they train exactly as FP32 would; their gradients accumulate in FP32 (`grad_dtype`). "none" also takes
+            BF16 parameters and rounds each new weight to BF16, which loses updates below 1/256 of a weight.
+        moments: "fp32", or "bf16" or "int8" (one byte, a scale for each 256 elements), both rounded stochastically. Under "int8" a NaN or
+            infinite gradient spoils its block of 256.
+        threads: CPU threads; torch's number when None. The numbers do not depend on it.
+
+    Raises:
+        ValueError: for a value out of range.
+        TypeError: for a parameter of another dtype, device or layout than above.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        decoupled_weight_decay: bool = True,
+        masters: Masters = "fp32",
+        moments: state.Moments = "fp32",
+        threads: int | None = None,
+    ) -> None:
+        if masters not in ("fp32", "split", "none"):
+            raise ValueError(f'masters is "fp32", "split" or "none", not {masters!r}')
+        if moments not in ("fp32", "bf16", "int8"):
+            raise ValueError(f'moments is "fp32", "bf16" or "int8", not {moments!r}')
+        if threads is not None and threads < 1:
+            raise ValueError(f"threads must be at least 1, not {threads}; None takes torch.get_num_threads()")
+        self.masters, self.moments, self.threads = masters, moments, threads
+        self._reset_links()
+        defaults = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad, maximize=maximize, foreach=foreach)
+        defaults |= dict(capturable=capturable, differentiable=differentiable, fused=fused, decoupled_weight_decay=decoupled_weight_decay)
+        super().__init__(params, defaults)
+
+    @override
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            check_group(group, self.moments)
+            for parameter in group["params"]:
+                check_parameter(parameter, self.masters)
+        except (TypeError, ValueError):
+            self.param_groups.pop()
+            raise
+        for parameter in group["params"]:
+            if self._is_split(parameter) and parameter.grad is None and hasattr(parameter, "grad_dtype"):
+                parameter.grad_dtype = torch.float32
+        self._places.clear()
+
+    # torch's signature has no keywords; callers of the base class never pass any.
+    @override
+    def step(self, closure: Callable[[], Any] | None = None, *, grad_scale: float = 1.0) -> Any:  # type: ignore[override]
+        """Update every parameter that has a gradient.
+
+        Args:
+            closure: recomputes the loss and the gradients first, as for any torch optimizer.
+            grad_scale: multiplies every gradient on the way, without writing it: a clip coefficient, one over a number of micro-batches.
+
+        Returns:
+            What the closure returned.
+
+        Raises:
+            TypeError: for a sparse gradient, or a parameter that left the CPU.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.update([p for group in self.param_groups for p in group["params"] if p.grad is not None], grad_scale=grad_scale)
+        return loss
+
+    @torch.no_grad()
+    def update(
+        self,
+        params: Sequence[Tensor],
+        gradients: Sequence[Tensor] | None = None,
+        *,
+        grad_scale: float = 1.0,
+        groups: Sequence[dict[str, Any]] | None = None,
+    ) -> None:
+        """Take one step of some parameters: a layer whose gradients have landed. Hooks on `step` do not run.
+
+        Threads may call it at once for different parameters, once `allocate` has made their state.
+
+        Args:
+            params: parameters of this optimizer.
+            gradients: one for each, of its shape, FP32 or BF16; their `.grad` when None.
+            grad_scale: multiplies every gradient.
+            groups: hyperparameters to use instead of `param_groups`, in that order, such as copies taken when `step` was due.
+
+        Raises:
+            TypeError: for a sparse gradient, or a parameter or gradient outside the CPU.
+            ValueError: for a parameter of no group, a gradient of another shape, or one that is missing.
+        """
+        for parameter in params:
+            check_parameter(parameter, self.masters)
+        arrived = [p.grad for p in params] if gradients is None else gradients
+        grads = [checked_gradient(p, g) for p, g in zip(params, arrived, strict=True)]
+        self.allocate(params)
+        updates = [self._plan(p, g, grad_scale, groups or self.param_groups) for p, g in zip(params, grads, strict=True)]
+        kernel.run([u for u in updates if u.param.numel()], self.threads or torch.get_num_threads())
+        for parameter in params:
+            increment_version(parameter)  # the kernel writes by address; autograd must know
+            self._versions[parameter] = parameter._version
+
+    def allocate(self, params: Iterable[Tensor] | None = None) -> None:
+        """Make the state of these parameters (all when None) where there is none: zeroed memory, touched at the first step."""
+        for parameter in params if params is not None else chain.from_iterable(g["params"] for g in self.param_groups):
+            if not self.state[parameter]:
+                amsgrad = self.param_groups[self._place(parameter)[0]]["amsgrad"]
+                self.state[parameter] = state.new(parameter, self.moments, amsgrad=amsgrad, low=self._is_split(parameter))
+
+    def set_working_copy(self, parameter: Tensor, copy: Tensor | None) -> None:
+        """Keep a BF16 copy of an FP32 parameter: filled now, and rewritten by each step in the same pass (round to nearest even).
+
+        Args:
+            parameter: an FP32 parameter of this optimizer.
+            copy: BF16, on the CPU, of its shape and strides; None to keep no more. Writing the parameter by other means does not update it.
+
+        Raises:
+            ValueError: if the two do not match.
+        """
+        self._place(parameter)
+        if copy is None:
+            self._working_copies.pop(parameter, None)
+            return
+        if parameter.dtype != torch.float32 or copy.dtype != torch.bfloat16 or copy.device.type != "cpu" or not same_layout(parameter, copy):
+            raise ValueError(
+                f"a working copy is BF16 and of an FP32 parameter's shape and strides on the CPU: parameter {describe(parameter)}, "
+                f"copy {describe(copy)}; torch.empty_like(parameter, dtype=torch.bfloat16) makes one"
+            )
+        with torch.no_grad():
+            copy.copy_(parameter)
+        self._working_copies[parameter] = copy
+
+    def master(self, parameter: Tensor) -> Tensor:
+        """The exact FP32 value of a parameter, as a new tensor where the parameter is held in two halves, else the parameter's own."""
+        if not self._is_split(parameter):
+            return parameter.detach()
+        self.allocate([parameter])
+        return join(parameter.detach(), self._fresh_low(parameter))
+
+    @torch.no_grad()
+    def set_master(self, parameter: Tensor, value: Tensor) -> None:
+        """Set a parameter to an exact FP32 value: both halves of a split one, else the parameter itself.
+
+        Args:
+            parameter: a parameter of this optimizer.
+            value: FP32, of its shape.
+        """
+        if self._is_split(parameter):
+            self.allocate([parameter])
+            high, low = split(torch.empty_like(parameter, dtype=torch.float32).copy_(value))
+            parameter.copy_(high)
+            self.state[parameter]["master_low"].copy_(low)
+            self._versions[parameter] = parameter._version
+        else:
+            parameter.copy_(value)
+        if parameter in self._working_copies:
+            self._working_copies[parameter].copy_(parameter)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """The state as torch's AdamW would give it: per parameter "step", "exp_avg", "exp_avg_sq" (FP32 or BF16), "max_exp_avg_sq".
+
+        It differs in two things. Split parameters add "master", their exact FP32 value (a new tensor). 8-bit moments are left as they are,
+        under "exp_avg_codes", "exp_avg_scales", "exp_avg_sq_codes", "exp_avg_sq_scales": exact and small, but torch's AdamW refuses
+        them; `full_state_dict` converts.
+        """
+        packed = super().state_dict()
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        for parameter in parameters:
+            if "master_low" in self.state.get(parameter, {}):
+                self._fresh_low(parameter)
+        packed["state"] = {k: state.exported(parameters[k], s) for k, s in packed["state"].items()}
+        return packed
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """`state_dict` with every moment in FP32, for `torch.optim.AdamW.load_state_dict`; costs 8 bytes a parameter if they are not."""
+        packed = self.state_dict()
+        packed["state"] = {k: state.with_full_moments(s) for k, s in packed["state"].items()}
+        return packed
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what this optimizer, in any of its forms, or torch's AdamW or Adam saved; load the model's weights first.
+
+        Values are copied into this optimizer's own memory and form (torch would cast FP32 moments to a BF16 parameter's dtype, and keep
+        the loaded tensors). A "master" becomes the parameter's exact value, if it rounds to the weight the parameter has; if not, the
+        weight stays and a warning says so.
+
+        Args:
+            state_dict: a state dictionary of as many groups and parameters.
+
+        Raises:
+            ValueError: if groups or shapes do not match.
+        """
+
+        def keep_tensors(_: torch.optim.Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
+            self._incoming = loaded
+            return {**loaded, "state": {}}
+
+        handle = self.register_load_state_dict_pre_hook(keep_tensors)  # registered last, it sees what the user's hooks made
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+            self._incoming = None
+
+    @override
+    def __setstate__(self, new: dict[str, Any]) -> None:
+        if self.__dict__.get("_incoming") is not None:  # within load_state_dict
+            new = {**new, "state": self._imported(self._incoming)}
+            self._incoming = None
+        super().__setstate__(new)
+        if "_places" not in self.__dict__:  # unpickled, or a deep copy
+            self._reset_links()
+        self._places.clear()
+        for group in self.param_groups:
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)
+
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "masters": self.masters, "moments": self.moments, "threads": self.threads}
+
+    def _reset_links(self) -> None:
+        self._places: dict[Tensor, tuple[int, int]] = {}  # parameter -> its group, and its number among all
+        self._working_copies: dict[Tensor, Tensor] = {}
+        self._versions: dict[Tensor, int] = {}  # of each parameter when we last wrote it
+        self._incoming: dict[str, Any] | None = None
+
+    def _is_split(self, parameter: Tensor) -> bool:
+        return self.masters == "split" and parameter.dtype == torch.bfloat16
+
+    def _place(self, parameter: Tensor) -> tuple[int, int]:
+        if parameter not in self._places:
+            pairs = [(p, i) for i, group in enumerate(self.param_groups) for p in group["params"]]
+            self._places = {p: (i, number) for number, (p, i) in enumerate(pairs)}
+            if parameter not in self._places:
+                raise ValueError(f"parameter {describe(parameter)} is in none of this optimizer's groups; see add_param_group")
+        return self._places[parameter]
+
+    def _fresh_low(self, parameter: Tensor) -> Tensor:
+        """The low halves; zero once someone else has written the parameter, whose value is then the whole value."""
+        low: Tensor = self.state[parameter]["master_low"]
+        if self._versions.setdefault(parameter, parameter._version) != parameter._version:
+            low.zero_()
+            self._versions[parameter] = parameter._version
+        return low
+
+    def _imported(self, loaded: dict[str, Any]) -> defaultdict[Tensor, state.State]:
+        keys = chain.from_iterable(group["params"] for group in loaded["param_groups"])
+        states: defaultdict[Tensor, state.State] = defaultdict(dict)
+        for key, parameter in zip(keys, chain.from_iterable(group["params"] for group in self.param_groups), strict=True):
+            saved = loaded["state"].get(key)
+            if not saved:
+                continue
+            own = self.state.get(parameter) or state.new(
+                parameter, self.moments, amsgrad="max_exp_avg_sq" in saved, low=self._is_split(parameter)
+            )
+            state.imported(parameter, own, saved)
+            self._versions[parameter] = parameter._version
+            states[parameter] = own
+        return states
+
+    def _plan(self, parameter: Tensor, gradient: Tensor, grad_scale: float, groups: Sequence[dict[str, Any]]) -> Update:
+        group_number, number = self._place(parameter)
+        group, held = groups[group_number], self.state[parameter]
+        held["step"] += 1
+        t = int(held["step"])
+        lr, decay, (beta1, beta2) = float(group["lr"]), float(group["weight_decay"]), map(float, group["betas"])
+        m, v, m_scale, v_scale = state.moment_tensors(held)
+        return Update(
+            param=flat(parameter),
+            grad=flat(gradient),
+            exp_avg=flat(m),
+            exp_avg_sq=flat(v),
+            low=_flat(self._fresh_low(parameter) if "master_low" in held else None),
+            exp_avg_scale=m_scale,
+            exp_avg_sq_scale=v_scale,
+            max_exp_avg_sq=_flat(held["max_exp_avg_sq"] if group["amsgrad"] else None),
+            working_copy=_flat(self._working_copies.get(parameter)),
+            grad_scale=_fp32(-grad_scale if group["maximize"] else grad_scale),
+            l2=0.0 if group["decoupled_weight_decay"] else _fp32(decay),
+            keep=_fp32(1 - lr * decay) if group["decoupled_weight_decay"] else 1.0,
+            step_size=_fp32(lr / (1 - beta1**t)),
+            one_minus_beta1=_fp32(1 - beta1),
+            beta2=_fp32(beta2),
+            one_minus_beta2=_fp32(1 - beta2),
+            inv_sqrt_correction2=_fp32((1 - beta2**t) ** -0.5),
+            eps=_fp32(float(group["eps"])),
+            seed=(t * 0x9E3779B1 + number * 0x85EBCA6B) & 0xFFFFFFFF,
+        )
+
+
+def _flat(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else flat(tensor)
+
+
+def _fp32(value: float) -> float:
+    return ctypes.c_float(value).value
