@@ -15,7 +15,8 @@ LOWER_PRECISION = {
 WIDEST = {"stack", "cat", "index_copy"}
 
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
-_casts: dict[int, tuple[Any, Tensor]] = {}  # by id of a weight: the weight, its cast; kept until the outermost autocast ends, as torch keeps them
+# By the id of a weight: a weak reference to it, and its cast. Kept until the outermost autocast ends, as torch keeps its own.
+_casts: dict[int, tuple[Any, Tensor]] = {}
 _clear_cache_of_torch = torch.clear_autocast_cache
 
 

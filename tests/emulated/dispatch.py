@@ -1,13 +1,13 @@
 """What an operator called on "emu" tensors does: its shape now, its numbers later.
 
-The first time an operator meets a signature (shapes, strides, dtypes, other arguments) it is tried on zeros of that signature, which tells exactly
-what the CPU kernel returns: views, its own arguments, or new tensors of which layout. From then on a call allocates the outputs and queues the
-kernel on the compute lane. Views act at once. What cannot be known without the numbers waits for the lane first, as it would on a GPU.
+The first time an operator meets a signature (shapes, strides, dtypes, other arguments) it is tried on zeros of that signature, which tells
+exactly what the CPU kernel returns: views, its own arguments, or new tensors of which layout. A call then allocates the outputs and queues
+the kernel on the compute lane. Views act at once. What cannot be known without the numbers waits for the lane first, as on a GPU.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ HANDLERS: dict[str, Callable[..., Any]] = {}  # operators that the general rule 
 COMPOSITE: dict[str, Callable[..., Any]] = {}  # operators made of others in our own way
 
 
-@lru_cache(maxsize=None)
+@cache
 def _is_composite(func: Any) -> bool:
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     return has_kernel(func.name(), "CompositeImplicitAutograd") and not has_kernel(func.name(), "CPU")
@@ -46,7 +46,7 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         kwargs = {key: value for key, value in kwargs.items() if key not in ("device", "pin_memory")}
         call = Call(func, args, kwargs)
         if device is not None and torch.device(device).type != "emu":  # zeros_like(emu_tensor, device="cpu"): reads only the shape
-            return func(*call.args, **call.kwargs)
+            return func(*call.args, device=device, **call.kwargs)
         if torch.Tag.nondeterministic_seeded in func.tags:
             return call.run_random()
         return call.run()
@@ -85,10 +85,12 @@ class Call:
         self.kwargs = {name: self._lower(value, key) for name, value in sorted(kwargs.items())}
         key.append(tuple(sorted(kwargs)))
         self.key = tuple(key)
-        if any(tensor is not None for tensor in self.tensors) and self.host_tensors and self.name not in HOST_INDICES_ALLOWED:
+        on_device = any(tensor is not None for tensor in self.tensors)
+        indexed = self.name in HOST_INDICES_ALLOWED and self.tensors[0] is not None
+        if on_device and self.host_tensors and not indexed:
             raise RuntimeError(
-                f"Expected all tensors to be on the same device, but found at least two devices, emu:0 and cpu! ({self.name} got a cpu tensor"
-                f" of shape {tuple(self.host_tensors[0].shape)})"
+                "Expected all tensors to be on the same device, but found at least two devices, emu:0 and cpu!"
+                f" ({self.name} got a cpu tensor of shape {tuple(self.host_tensors[0].shape)})"
             )
         self.mutates = func._schema.is_mutable
 
@@ -100,7 +102,7 @@ class Call:
             else:
                 raw = value.detach().clone()  # a scalar's value is read when the kernel is launched
                 self.tensors.append(None)
-                if value.dim() > 0:
+                if value.dim() > 0 or not _takes_host_scalars(self.func):
                     self.host_tensors.append(value)
             self.raws.append(raw)
             key.append((raw.dtype, raw.size(), raw.stride()))
@@ -150,7 +152,7 @@ class Call:
         return tree_map(wrap, result)
 
     def bound(self) -> Callable[[], Any]:
-        """Returns the kernel with its arguments; it holds raw memory, never an emu tensor, so that queued work keeps no allocation alive."""
+        """Returns the kernel with its arguments; it holds raw memory, never an emu tensor: queued work keeps no allocation alive."""
         return partial(kernel(self.func), *self.args, **self.kwargs)
 
     def _depends_on_numbers(self) -> bool:
@@ -236,6 +238,13 @@ class Call:
         return tensor
 
 
+@cache
+def _takes_host_scalars(func: Any) -> bool:
+    return torch.Tag.pointwise in func.tags or any(
+        word in func._schema.name for word in ("fill", "foreach", "fused", "index_put", "scatter")
+    )
+
+
 def _work(execute: Callable[[], Any], filled: list[tuple[int, Tensor]], rng_state: Tensor | None) -> Callable[[], None]:
     """Returns what runs in the lane: `execute`, drawing from `rng_state`, and the move of its new outputs to where they were promised."""
 
@@ -269,7 +278,6 @@ def leaves(value: Any) -> list[Any]:
 def tree_map(function: Callable[[Any], Any], value: Any, is_leaf: Callable[[Any], bool] = lambda leaf: isinstance(leaf, Tensor)) -> Any:
     """Applies `function` to the tensors of nested lists and tuples."""
     if isinstance(value, (list, tuple)):
-        return type(value)(tree_map(function, item, is_leaf) for item in value) if type(value) in (list, tuple) else tuple(
-            tree_map(function, item, is_leaf) for item in value
-        )
+        mapped = [tree_map(function, item, is_leaf) for item in value]
+        return mapped if isinstance(value, list) else tuple(mapped)
     return function(value) if is_leaf(value) else value

@@ -3,9 +3,9 @@
 from collections.abc import Iterable
 
 import torch
-from lightning_megatrain.engine.lanes import LANES, Held
 from torch import Tensor
 
+from lightning_megatrain.engine.lanes import LANES, Held
 from tests.emulated.device import DEVICE
 from tests.emulated.queues import Event, Queue
 from tests.emulated.tensor import EmulatedTensor, allocate

@@ -44,7 +44,7 @@ class Counters:
 class Block:
     """One allocation, shared by every tensor that views it; dies with the last of them.
 
-    Its memory is then free for the lane that allocated it: whatever that lane runs next may overwrite it, which is what the poison queued here
+    Its memory is then free for the lane that allocated it: whatever that lane runs next may overwrite it, which the poison queued here
     stands for. Another lane still reading or writing it needed an owner.
     """
 

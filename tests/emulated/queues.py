@@ -1,7 +1,7 @@
 """Ordered queues of deferred work, and the scheduler that decides which of them runs ahead.
 
-Nothing runs when it is queued. A queue runs in its own order; between queues only events order anything. Whatever no event forbids, some policy
-does: that is how a missing wait becomes a wrong number on a machine where everything would otherwise happen in the order it was written.
+Nothing runs when it is queued. A queue runs in its own order; between queues only events order anything. Whatever no event forbids, some
+policy does: so a missing wait becomes a wrong number on a machine where all would otherwise happen in the order it was written.
 """
 
 import random
@@ -15,7 +15,14 @@ import torch
 
 _Key = torch._C.DispatchKey
 _ABOVE_THE_CPU = torch._C.DispatchKeySet(_Key.AutogradCPU)
-for _key in (_Key.AutogradPrivateUse1, _Key.AutocastCPU, _Key.AutocastPrivateUse1, _Key.ADInplaceOrView, _Key.Python, _Key.PythonTLSSnapshot):
+for _key in (
+    _Key.AutogradPrivateUse1,
+    _Key.AutocastCPU,
+    _Key.AutocastPrivateUse1,
+    _Key.ADInplaceOrView,
+    _Key.Python,
+    _Key.PythonTLSSnapshot,
+):
     _ABOVE_THE_CPU = _ABOVE_THE_CPU.add(_key)
 
 
@@ -113,10 +120,7 @@ class Scheduler:
     def add(self, queue: Queue, item: Any) -> None:
         with self.lock:
             queue.items.append(item)
-            if self._random is not None:
-                self._run_at_random(self._random)
-            else:
-                self._run_eager()
+            self._run_by_policy()
 
     def run_until(self, target: Event) -> None:
         """Runs `target`'s queue up to it, first running other queues up to the events it waits for."""
@@ -132,7 +136,7 @@ class Scheduler:
                     raise RuntimeError(f"deadlock: an event of the {queue.name} lane is waited for and can no longer come")
                 if queue.ready:
                     self._step(queue)
-                    self._run_eager()
+                    self._run_by_policy()
                 elif queue.items[0].event in targets:
                     raise RuntimeError(f"deadlock: the {queue.name} lane waits for an event that waits for it")
                 else:
@@ -156,7 +160,9 @@ class Scheduler:
             with on_raw_memory():
                 item()
 
-    def _run_eager(self) -> None:
+    def _run_by_policy(self) -> None:
+        if self._random is not None:
+            self._run_at_random(self._random)
         moved = bool(self._eager)
         while moved:
             moved = False
@@ -166,7 +172,7 @@ class Scheduler:
                     moved = True
 
     def _run_at_random(self, rng: random.Random) -> None:
-        if rng.random() < 0.5:
+        if rng.random() < 0.4:
             queue = rng.choice(self.queues)
             for _ in range(rng.randrange(1, 12)):
                 if queue.ready:

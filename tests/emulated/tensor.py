@@ -65,6 +65,10 @@ class EmulatedTensor(Tensor):
         return self.detach().cpu().tolist()
 
     @override
+    def numpy(self, **kwargs: Any) -> Any:
+        raise TypeError("can't convert emu:0 device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host memory first.")
+
+    @override
     def __format__(self, spec: str) -> str:
         return format(self.item() if self.dim() == 0 else str(self), spec)
 
@@ -91,11 +95,14 @@ def _restored(host: Tensor, requires_grad: bool) -> Tensor:
     return host.to("emu").requires_grad_(requires_grad)
 
 
+torch.serialization.add_safe_globals([_restored])
+
+
 def allocate(size: Any, stride: Any, dtype: torch.dtype, written_by_next: bool = False) -> EmulatedTensor:
     """Returns uninitialized device memory.
 
-    Its former owner in the compute lane may still be writing it up to the point where it is allocated, so another lane that writes it without
-    waiting for that point loses what it wrote. `written_by_next` says the compute lane's next item overwrites all of it anyway.
+    Its former owner in the compute lane may still be writing it up to the point where it is allocated, so another lane that writes it
+    without waiting for that point loses what it wrote. `written_by_next` says the compute lane's next item overwrites all of it anyway.
     """
     raw = torch.empty_strided(size, stride, dtype=dtype)
     block = Block(raw, DEVICE.compute, DEVICE.memory)

@@ -2,13 +2,21 @@
 
 import pytest
 import torch
+from torch import Tensor
+
 from tests.emulated import DEVICE, EmulatedLanes, emulated_device
 from tests.emulated.queues import Event
-from torch import Tensor
 
 LAYERS, SIZE = 4, 64
 WAITS = ("slot allocated", "weights arrived", "slot read", "gradient computed", "gradient arrived", "staging read")
-POLICIES = ["lazy", "eager:weights", "eager:gradients", "eager:weights,gradients", "eager:compute", *(f"random:{seed}" for seed in range(8))]
+POLICIES = [
+    "lazy",
+    "eager:weights",
+    "eager:gradients",
+    "eager:weights,gradients",
+    "eager:compute",
+    *(f"random:{seed}" for seed in range(8)),
+]
 
 
 def _stream(layers: list[Tensor], x: Tensor) -> list[Tensor]:
@@ -136,9 +144,13 @@ def test_waiting_for_an_event_that_was_never_recorded_raises() -> None:
 
 
 def test_an_exception_leaves_no_work_behind() -> None:
-    with pytest.raises(KeyError), emulated_device("lazy"):
-        _ = torch.ones(3, device="emu") + 1
-        raise KeyError
+    def stop() -> None:
+        with emulated_device("lazy"):
+            _ = torch.ones(3, device="emu") + 1
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        stop()
     assert DEVICE.scheduler.queues == [DEVICE.compute]
     assert (torch.ones(3, device="emu") + 1).tolist() == [2.0] * 3
 

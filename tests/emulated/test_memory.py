@@ -4,6 +4,7 @@ import gc
 
 import pytest
 import torch
+
 from tests.emulated import EmulatedLanes, PageLocks, emulated_device
 
 

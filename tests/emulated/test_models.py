@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-from tests.emulated import DEVICE, emulated_device
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -17,8 +16,17 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from tests.emulated import DEVICE, emulated_device
+
 POLICIES = ["lazy", "eager:weights", "eager:gradients", "eager:compute", "random:1", "random:2"]
-SMALL = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+SMALL = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 
 
 def _model(name: str) -> PreTrainedModel:
@@ -40,9 +48,11 @@ def _loss_and_gradients(model: PreTrainedModel, ids: torch.Tensor, mask: torch.T
     return {"loss": loss.detach().cpu(), **{name: p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None}}
 
 
-@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("autocast", [False, True], ids=["32-true", "bf16-mixed"])
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2", "mixtral"])
+@pytest.mark.parametrize(
+    ("name", "policy"),
+    [*(("llama", policy) for policy in POLICIES), ("qwen3", "lazy"), ("gpt2", "lazy"), ("gpt2", "random:3"), ("mixtral", "lazy")],
+)
 def test_loss_and_gradients_equal_the_cpus(name: str, autocast: bool, policy: str) -> None:
     model = _model(name)
     ids, mask = torch.randint(0, 64, (2, 12)), torch.ones(2, 12, dtype=torch.long)

@@ -15,20 +15,26 @@ def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
+def _to_device(func: Any, source: Tensor, non_blocking: bool, options: dict[str, Any]) -> Tensor:
+    staged = func(source, **options)
+    read = source.detach() if non_blocking else staged
+    DEVICE.memory.to_device_bytes += _bytes(source)
+    made = allocate(staged.size(), staged.stride(), staged.dtype, written_by_next=True)
+    destination = made.raw
+    DEVICE.compute.add(lambda: destination.copy_(read))
+    return made
+
+
 def to_copy(func: Any, source: Tensor, *, device: Any = None, non_blocking: bool = False, pin_memory: Any = None, **options: Any) -> Tensor:
-    """`tensor.to(...)`: a host source is read now, a host destination is complete now unless `non_blocking`."""
+    """`tensor.to(...)`: a host source is read, and a host destination written, now or, if `non_blocking`, when the compute lane gets there.
+
+    On a GPU that is so for page-locked memory; here all memory is treated as such, being the harder case.
+    """
     target = torch.device(device).type if device is not None else source.device.type
+    if "meta" in (target, source.device.type) or (target != "emu" and not isinstance(source, EmulatedTensor)):
+        return func(getattr(source, "raw", source), device=device, **options)
     if not isinstance(source, EmulatedTensor):
-        if target != "emu":
-            return func(source, device=device, **options)
-        staged = func(source, **options)
-        if staged.untyped_storage()._cdata == source.untyped_storage()._cdata:
-            staged = source.clone()
-        DEVICE.memory.to_device_bytes += _bytes(source)
-        made = allocate(staged.size(), staged.stride(), staged.dtype, written_by_next=True)
-        destination = made.raw
-        DEVICE.compute.add(lambda: destination.copy_(staged))
-        return made
+        return _to_device(func, source, non_blocking, options)
     if target == "emu":
         return Call(func, (source,), options).run()
     DEVICE.memory.to_host_bytes += _bytes(source)
@@ -47,9 +53,9 @@ def copy_(func: Any, destination: Tensor, source: Tensor, non_blocking: bool = F
     if isinstance(destination, EmulatedTensor):
         if isinstance(source, EmulatedTensor):
             return Call(aten.copy_.default, (destination, source), {}).run()
-        to, staged = destination.raw, source.clone()
+        to, read = destination.raw, source.detach() if non_blocking else source.clone()
         DEVICE.memory.to_device_bytes += _bytes(source)
-        DEVICE.compute.add(lambda: to.copy_(staged))
+        DEVICE.compute.add(lambda: to.copy_(read))
         return destination
     if not isinstance(source, EmulatedTensor):
         return destination.copy_(source)
@@ -122,7 +128,6 @@ HANDLERS.update(
 )
 
 
-
 def attention(
     query: Tensor,
     key: Tensor,
@@ -140,12 +145,12 @@ def attention(
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, -torch.inf)
     if fused and not (attn_mask is not None and attn_mask.requires_grad):
-        return aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
-        )[0]
-    return aten._scaled_dot_product_attention_math(
-        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-    )[0]
+        return aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[
+            0
+        ]
+    return aten._scaled_dot_product_attention_math(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)[
+        0
+    ]
 
 
 _everything = torch.library.Library("_", "IMPL")
@@ -161,7 +166,7 @@ _aten = torch.library.Library("aten", "IMPL")
 # torch.tensor(..., device="emu") reaches these from C++, where the fallback is not found
 for _op in (aten.empty.memory_format, aten.empty_strided.default, aten._copy_from.default, aten._to_copy.default):
     _register(_aten, _op)
-# Made of other operators on devices torch does not know, but with a kernel and a backward formula of their own on the CPU, such as silu_backward
+# Made of other operators on devices torch does not know; on the CPU with a kernel and a backward formula of their own, as silu_backward
 _has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 for _name in torch._C._dispatch_get_registrations_for_dispatch_key("CPU"):
     if _name.startswith("aten::") and _has_kernel(_name, "CompositeImplicitAutograd"):
