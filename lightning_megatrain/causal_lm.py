@@ -99,18 +99,25 @@ class CausalLM(L.LightningModule):
         """Build the model and its weights, once."""
         if self.model is not None:
             return
+        self.model = self.build(pretrained=isinstance(self.hparams["model"], str)).train()
+
+    def build(self, pretrained: bool) -> PreTrainedModel:
+        """Make a Hugging Face model as the arguments say, adapters included.
+
+        Args:
+            pretrained: Load the weights; else they are random.
+        """
         options: dict[str, Any] = {"dtype": torch.float32}
         if self.hparams["attn_implementation"] is not None:
             options["attn_implementation"] = self.hparams["attn_implementation"]
-        source = self.hparams["model"]
-        if isinstance(source, str):
-            model = AutoModelForCausalLM.from_pretrained(source, revision=self.hparams["revision"], **options)
+        if pretrained:
+            model = AutoModelForCausalLM.from_pretrained(self.hparams["model"], revision=self.hparams["revision"], **options)
         else:
             model = AutoModelForCausalLM.from_config(self.config, **options)
         if self.hparams["lora"] is not None:
             peft = _import_peft()
             model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **self.hparams["lora"]))
-        self.model = model.train()
+        return model
 
     @override
     def forward(self, batch: Batch) -> torch.Tensor:
@@ -261,8 +268,8 @@ class CausalLM(L.LightningModule):
         rate = self.trainer.optimizers[0].param_groups[0]["lr"]
         raise FloatingPointError(
             f"The loss is {loss} at step {self.trainer.global_step} (epoch {self.trainer.current_epoch}, batch {batch_idx}, "
-            f"learning rate {rate:g}). No weight was changed by it. Lower `learning_rate`, set `gradient_clip_val` in the Trainer or lengthen `warmup_steps`, "
-            "and look at that batch; `ckpt_path` resumes from the last checkpoint."
+            f"learning rate {rate:g}). No weight was changed by it. Lower `learning_rate`, set `gradient_clip_val` in the Trainer "
+            "or lengthen `warmup_steps`, and look at that batch; `ckpt_path` resumes from the last checkpoint."
         )
 
     def _log_window(self, batch: Batch, counts: torch.Tensor) -> None:
