@@ -4,7 +4,7 @@ A test opens `with emulated_device(policy, without_wait=..., without_owner=...) 
 `accelerator=EmulatedAccelerator()`. What it promises is in the tests of this folder.
 """
 
-from tests.emulated import autocast, modules, transfers  # noqa: F401  (register their kernels)
+from tests.emulated import autocast, modules, operators, transfers  # noqa: F401  (register their kernels)
 from tests.emulated.accelerator import EmulatedAccelerator
 from tests.emulated.device import DEVICE, EmulatedDevice, emulated_device
 from tests.emulated.lanes import EmulatedLane, EmulatedLanes

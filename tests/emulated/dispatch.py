@@ -23,7 +23,7 @@ aten = torch.ops.aten
 HOST_INDICES_ALLOWED = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
 UNINITIALIZED = {"aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided"}
 HANDLERS: dict[str, Callable[..., Any]] = {}  # operators that the general rule does not fit; see transfers.py
-COMPOSITE: dict[str, Callable[..., Any]] = {}  # operators made of others in our own way
+COMPOSITE: dict[str, Callable[..., Any]] = {}  # operators made of others in our own way; see operators.py
 
 
 @cache
@@ -35,8 +35,8 @@ def _is_composite(func: Any) -> bool:
 def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Runs one operator; `__torch_dispatch__` of every emu tensor, and the kernel behind `torch.empty(..., device="emu")`."""
     name = func._schema.name
-    if name in COMPOSITE:
-        return COMPOSITE[name](*args, **kwargs)
+    if func.name() in COMPOSITE:
+        return COMPOSITE[func.name()](*args, **kwargs)
     if _is_composite(func):  # reaches us whole in inference mode, and from inside a dispatch mode
         return func.decompose(*args, **kwargs)
     with on_raw_memory():

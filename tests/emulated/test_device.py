@@ -232,3 +232,45 @@ def test_shapes_without_numbers() -> None:
     assert torch.zeros_like(x, device="cpu").device.type == "cpu"
     assert x.to("meta").shape == (2, 3)
     assert x.new_zeros(4).tolist() == [0.0] * 4
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_equal_the_cpus(kind: type[nn.RNNBase]) -> None:
+    net, x = kind(8, 8, num_layers=2, batch_first=True), torch.randn(2, 5, 8)
+    found = []
+    for device in ("cpu", "emu"):
+        copied = copy.deepcopy(net).to(device)
+        copied(x.to(device))[0].square().mean().backward()
+        found.append([parameter.grad.cpu() for parameter in copied.parameters()])
+    for expected, gradient in zip(*found, strict=True):
+        torch.testing.assert_close(
+            gradient, expected, rtol=1e-5, atol=1e-7
+        )  # the CPU's LSTM is one fused kernel, with sums in another order
+
+
+def test_a_backward_inside_a_backward_runs_in_the_same_thread() -> None:
+    threads = []
+
+    class Recomputed(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            return x.exp()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            threads.append(threading.get_ident())
+            (x,) = ctx.saved_tensors
+            leaf = x.detach().requires_grad_()
+            with torch.enable_grad():
+                y = leaf.exp()
+                y.register_hook(lambda _: threads.append(threading.get_ident()))
+            torch.autograd.backward([y], [gradient], inputs=[leaf])
+            return leaf.grad
+
+    with emulated_device("lazy"):
+        x = torch.ones(3, device="emu", requires_grad=True)
+        Recomputed.apply(Recomputed.apply(x)).sum().backward()
+        assert torch.allclose(x.grad.cpu(), torch.full((3,), torch.e**torch.e * torch.e))
+    assert len(set(threads)) == 1
+    assert threads[0] != threading.get_ident()
