@@ -169,7 +169,9 @@ class MegaTrainStrategy(SingleDeviceStrategy):
         assert self.lightning_module is not None
         if self._engine is not None:
             self._engine.close()
-        self._engine = Engine(self.lightning_module, self.root_device, compute_dtype=compute_dtype(self.precision_plugin), **self._engine_options)
+        self._engine = Engine(
+            self.lightning_module, self.root_device, compute_dtype=compute_dtype(self.precision_plugin), **self._engine_options
+        )
         for module in self.lightning_module.modules():
             if isinstance(module, Metric):  # a metric's states are neither parameters nor buffers
                 module.to(self.root_device)
@@ -255,7 +257,9 @@ class MegaTrainStrategy(SingleDeviceStrategy):
     def _say_fused(self) -> None:
         names = sorted({type(switch.optimizer).__name__ for switch in self._fused if switch.switched})
         if names:
-            rank_zero_info(f"{', '.join(names)} runs torch's fused CPU kernel; MegaTrainStrategy(fused_optimizer=False) leaves it as it is.")
+            rank_zero_info(
+                f"{', '.join(names)} runs torch's fused CPU kernel; MegaTrainStrategy(fused_optimizer=False) leaves it as it is."
+            )
 
 
 def _check_optimizer(optimizer: Optimizer) -> None:
@@ -282,7 +286,9 @@ def _keep_averages_on_host(trainer: Trainer) -> None:
             continue
         if callback._device is None:
             callback._device = torch.device("cpu")
-            rank_zero_warn(f"{type(callback).__name__} keeps its average in host memory: on the device it would take as much memory as the whole model.")
+            rank_zero_warn(
+                f"{type(callback).__name__} keeps its average in host memory: on the device it would take as much memory as the whole model."
+            )
         elif torch.device(callback._device).type != "cpu":
             raise MisconfigurationException(
                 f"{type(callback).__name__}(device={str(callback._device)!r}) would put a whole copy of the model on the device, which strategy='megatrain' is there to avoid. "
@@ -291,4 +297,6 @@ def _keep_averages_on_host(trainer: Trainer) -> None:
 
 
 if MegaTrainStrategy.strategy_name not in StrategyRegistry:
-    StrategyRegistry.register(MegaTrainStrategy.strategy_name, MegaTrainStrategy, description="Parameters in host memory, streamed layer by layer")
+    StrategyRegistry.register(
+        MegaTrainStrategy.strategy_name, MegaTrainStrategy, description="Parameters in host memory, streamed layer by layer"
+    )

@@ -160,7 +160,11 @@ class Results:
     def rebuilt(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Any:
         """The returned value with `outputs` in the place of its tensors, and the caller's own `inputs` where it returned those."""
         leaves = [
-            inputs[leaf.index] if isinstance(leaf, _Input) else outputs[leaf[1]] if isinstance(leaf, tuple) and leaf and leaf[0] is _TENSOR else leaf
+            inputs[leaf.index]
+            if isinstance(leaf, _Input)
+            else outputs[leaf[1]]
+            if isinstance(leaf, tuple) and leaf and leaf[0] is _TENSOR
+            else leaf
             for leaf in self._leaves
         ]
         return pytree.tree_unflatten(leaves, self._spec)

@@ -40,10 +40,6 @@ class CastWatch(TorchDispatchMode):
         """
         return {index for index, casts in self._casts.items() if casts == 1} - self._other
 
-    def otherwise_used(self) -> set[int]:
-        """Indices of the weights that were used in any other way."""
-        return self._other | {index for index, casts in self._casts.items() if casts > 1}
-
 
 def casting(device: torch.device) -> bool:
     """Whether autocast to BF16 is on for `device`."""

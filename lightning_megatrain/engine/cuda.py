@@ -5,7 +5,6 @@ import torch
 from lightning_megatrain.engine.pinning import PAGE_LOCKERS
 
 
-
 class CudaPageLocker:
     """Locks host pages for CUDA and ROCm devices by `cudaHostRegister`."""
 

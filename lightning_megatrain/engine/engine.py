@@ -104,7 +104,9 @@ class Engine:
         self.on_backward_end: list[Callable[[], None]] = [self._backward_ended]
         self._stream = Stream(self.layers, self._lanes, transfer, slots, self._clock, self.accounting)
         self.gradients = Gradients(self._lanes, self._make_staging, self.accounting)
-        self._residents = Residents(module, found.resident, self._lanes, self.gradients, compute_dtype, self.accounting, self.on_backward_end)
+        self._residents = Residents(
+            module, found.resident, self._lanes, self.gradients, compute_dtype, self.accounting, self.on_backward_end
+        )
         self._buffers = DeviceBuffers(module, self.device, compute_dtype, self.accounting)
         self._depth = 0
         self._patched: dict[nn.Module, Any] = {}
@@ -137,11 +139,12 @@ class Engine:
                 self._settle()
 
     @contextmanager
-    def weights(self, layer: HostLayer, phase: Phase) -> Iterator[Sequence[Tensor]]:
-        """The layer's weights on the device, for as long as work that reads them is being queued."""
-        yield_weights = self._stream.acquire(layer, phase)
+    def weights(self, layer: HostLayer, phase: Phase, training: bool) -> Iterator[Sequence[Tensor]]:
+        """The layer's weights on the device, for as long as work that reads them is being queued; `training` is the mode it runs in."""
+        layer.set_mode(training)
+        weights = self._stream.acquire(layer, phase)
         try:
-            yield yield_weights
+            yield weights
         finally:
             self._stream.release(layer)
 
@@ -202,7 +205,9 @@ class Engine:
     def _patch(self, module: nn.Module, replacement: Callable[..., Any]) -> None:
         """Puts a bound method in the place of the module's forward: `deepcopy` binds it to the copy, which then runs plain."""
         own = module.__dict__.get("forward")
-        plain: Callable[..., Any] = own.__func__ if isinstance(own, MethodType) else type(module).forward if own is None else _ignoring_self(own)
+        plain: Callable[..., Any] = (
+            own.__func__ if isinstance(own, MethodType) else type(module).forward if own is None else _ignoring_self(own)
+        )
 
         @functools.wraps(plain)
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -267,7 +272,11 @@ def _check(module: nn.Module, found: Layers, slots: int, staging_buffers: int) -
             f"{len(elsewhere)} parameters are not in host memory, the first of them {name!r} on {device}. Build the model on the CPU: parameters stay there and are "
             "streamed to the device."
         )
-    checkpointed = [name for name in hugging_face.checkpointed_modules(module) if any(name == layer or name.startswith(layer + ".") for layer in found.streamed)]
+    checkpointed = [
+        name
+        for name in hugging_face.checkpointed_modules(module)
+        if any(name == layer or name.startswith(layer + ".") for layer in found.streamed)
+    ]
     if checkpointed:
         raise ValueError(
             f"Activation checkpointing is switched on in {checkpointed[0]!r} and {len(checkpointed) - 1} other modules, and streamed layers are recomputed already: each would "

@@ -64,23 +64,31 @@ class HostLayer:
         self.outstanding = 0
         """Forwards with gradients whose backward may still come."""
         self._seen_modes: set[bool] = set()
-        self._watched_modes: set[bool] = set()
-        self._only_cast: set[int] = set()
-        self._otherwise_used: set[int] = set()
+        self._own_dtypes = [compute_dtype if compute_dtype and p.is_floating_point() else p.dtype for p in self.parameters]
+        self._dtypes_of_mode: dict[bool, list[torch.dtype]] = {}
+        self._copies_of: dict[tuple[torch.dtype, ...], dict[int, Tensor]] = {}
         self.layout = 0
         """Changes when the dtypes do."""
-        self._set_dtypes([compute_dtype if compute_dtype and p.is_floating_point() else p.dtype for p in self.parameters])
+        self._set_dtypes(self._own_dtypes)
 
-    def _set_dtypes(self, dtypes: Sequence[torch.dtype]) -> None:
-        self.dtypes = list(dtypes)
-        self.offsets, self.nbytes = _layout([p.numel() * dtype.itemsize for p, dtype in zip(self.parameters, self.dtypes, strict=True)])
+    def _set_dtypes(self, dtypes: list[torch.dtype]) -> None:
+        self.dtypes = dtypes
+        self.offsets, self.nbytes = _layout([p.numel() * dtype.itemsize for p, dtype in zip(self.parameters, dtypes, strict=True)])
         self.layout += 1
-        self._copies: dict[int, Tensor] = {}
+        self._copies = self._copies_of.get(tuple(dtypes), {})
         self._copied: tuple[int, Stamp] | None = None
+
+    def set_mode(self, training: bool) -> None:
+        """Lets parameters travel as was decided for this mode."""
+        dtypes = self._dtypes_of_mode.get(training, self._own_dtypes)
+        if dtypes != self.dtypes:
+            self._set_dtypes(dtypes)
 
     def at_home(self) -> bool:
         """Whether the module holds its own parameters: `functional_call` puts others there, and these are not ours to stream."""
-        return all(container[key] is parameter for parameter, places in zip(self.parameters, self.places, strict=True) for container, key in places)
+        return all(
+            container[key] is parameter for parameter, places in zip(self.parameters, self.places, strict=True) for container, key in places
+        )
 
     def first_forward(self) -> bool:
         """Whether the layer runs for the first time in its present mode, training or not."""
@@ -88,24 +96,20 @@ class HostLayer:
         self._seen_modes.add(self.module.training)
         return first
 
-    def casts_undecided(self) -> bool:
-        """Whether the uses of the layer's weights have not been seen yet in its present mode."""
-        return self.module.training not in self._watched_modes
+    def casts_undecided(self, training: bool) -> bool:
+        """Whether the uses of the layer's weights in this mode have not been seen yet."""
+        return training not in self._dtypes_of_mode
 
-    def decide_casts(self, only_cast: set[int], otherwise_used: set[int]) -> None:
-        """Lets the FP32 parameters that autocast only ever casts to BF16 travel as BF16.
+    def decide_casts(self, training: bool, cast_once: set[int]) -> None:
+        """Lets parameters travel as BF16 from the next load on, in this mode.
+
+        Evaluation may use other kernels than training, which take the weights as they are.
 
         Args:
-            only_cast: Indices of parameters of which every use seen was a cast to BF16.
-            otherwise_used: Indices of parameters that were used in any other way.
+            training: The mode.
+            cast_once: Indices of FP32 parameters of which the only use was a cast to BF16.
         """
-        self._watched_modes.add(self.module.training)
-        self._only_cast |= only_cast
-        self._otherwise_used |= otherwise_used
-        cast = self._only_cast - self._otherwise_used
-        dtypes = [torch.bfloat16 if index in cast else parameter.dtype for index, parameter in enumerate(self.parameters)]
-        if dtypes != self.dtypes:
-            self._set_dtypes(dtypes)
+        self._dtypes_of_mode[training] = [torch.bfloat16 if index in cast_once else dtype for index, dtype in enumerate(self._own_dtypes)]
 
     def stamp(self) -> Stamp:
         """Changes when a parameter was written in a way that can be seen."""
@@ -122,14 +126,16 @@ class HostLayer:
             # a copy made in inference mode could not be used in training
             with torch.inference_mode(False), torch.no_grad():
                 if not self._copies:
-                    self._copies = self._new_copies()
+                    self._copies = self._copies_of[tuple(self.dtypes)] = self._new_copies()
                 for index, copy in self._copies.items():
                     copy.copy_(self.parameters[index].detach())
             self._copied = key
         return [self._copies[index] if index in self._copies else parameter.detach() for index, parameter in enumerate(self.parameters)]
 
     def _new_copies(self) -> dict[int, Tensor]:
-        copied = [index for index, (p, dtype) in enumerate(zip(self.parameters, self.dtypes, strict=True)) if dtype != p.dtype or not is_dense(p)]
+        copied = [
+            index for index, (p, dtype) in enumerate(zip(self.parameters, self.dtypes, strict=True)) if dtype != p.dtype or not is_dense(p)
+        ]
         if not copied:
             return {}
         sizes = [self.parameters[index].numel() * self.dtypes[index].itemsize for index in copied]
@@ -143,7 +149,7 @@ class HostLayer:
     @property
     def working_copy_bytes(self) -> int:
         """Host bytes of the copies that travel in the place of parameters."""
-        return sum(copy.nbytes for copy in self._copies.values())
+        return sum(copy.nbytes for copies in self._copies_of.values() for copy in copies.values())
 
     @property
     def gradient_bytes(self) -> int:

@@ -69,7 +69,9 @@ def _matching(root: nn.Module, patterns: Iterable[str], argument: str) -> dict[s
         }
         if not matches:
             classes = sorted({type(module).__name__ for module in root.modules()})
-            raise ValueError(f"{argument}={pattern!r} names no module of {type(root).__name__}. Its modules are of the classes {', '.join(classes)}.")
+            raise ValueError(
+                f"{argument}={pattern!r} names no module of {type(root).__name__}. Its modules are of the classes {', '.join(classes)}."
+            )
         found.update(matches)
     return found
 

@@ -50,7 +50,11 @@ class LockedMemory:
         """
         for start, end in _merged(tensors):
             self.wanted_bytes += end - start
-            if self._locker is not None and self.locked_bytes == self.wanted_bytes - (end - start) and self._locker.lock(start, end - start):
+            if (
+                self._locker is not None
+                and self.locked_bytes == self.wanted_bytes - (end - start)
+                and self._locker.lock(start, end - start)
+            ):
                 self.locked_bytes += end - start
                 self._ranges.append((start, end))
                 _advise(start, end, _MADV_DONTFORK)

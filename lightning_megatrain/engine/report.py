@@ -24,7 +24,9 @@ def report(engine: "Engine", optimizers: Iterable[Optimizer] = ()) -> str:
     host = {
         "parameters": sum(p.nbytes for p in parameters),
         "gradients": sum(_nbytes(p.grad) for p in parameters),
-        "optimizer state": sum(_nbytes(value) for optimizer in optimizers for state in optimizer.state.values() for value in state.values()),
+        "optimizer state": sum(
+            _nbytes(value) for optimizer in optimizers for state in optimizer.state.values() for value in state.values()
+        ),
         "working copies": sum(layer.working_copy_bytes for layer in engine.layers),
         "transfer buffers": engine.transfer.ring_bytes + engine.gradients.staging_bytes,
     }
@@ -44,7 +46,11 @@ def report(engine: "Engine", optimizers: Iterable[Optimizer] = ()) -> str:
     if memory.locked_bytes < memory.wanted_bytes:
         lines.append(
             "  The system refused the rest. Its copies go through "
-            + ("a small locked ring, one pass over host memory more." if engine.transfer.ring_bytes else "unlocked memory, and the device waits for them.")
+            + (
+                "a small locked ring, one pass over host memory more."
+                if engine.transfer.ring_bytes
+                else "unlocked memory, and the device waits for them."
+            )
             + " Raise the limit with `ulimit -l unlimited` (in a container: --ulimit memlock=-1)."
         )
     return "\n".join(lines)

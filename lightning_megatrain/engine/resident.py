@@ -84,7 +84,9 @@ class Residents:
         self._lanes, self._accounting = lanes, accounting
         places = places_of(root.modules())
         every = [
-            _Resident(name, parameter, compute_dtype if compute_dtype and parameter.is_floating_point() else parameter.dtype, places[parameter])
+            _Resident(
+                name, parameter, compute_dtype if compute_dtype and parameter.is_floating_point() else parameter.dtype, places[parameter]
+            )
             for name, parameter in parameters.items()
         ]
         self._residents = [one for one in every if not lanes.in_host_memory or one.dtype != one.parameter.dtype]

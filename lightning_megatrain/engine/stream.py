@@ -42,7 +42,9 @@ class Stream:
     before code that may write weights runs.
     """
 
-    def __init__(self, layers: Sequence[HostLayer], lanes: Lanes, transfer: HostToDevice, slots: int, clock: Clock, accounting: Accounting) -> None:
+    def __init__(
+        self, layers: Sequence[HostLayer], lanes: Lanes, transfer: HostToDevice, slots: int, clock: Clock, accounting: Accounting
+    ) -> None:
         self._layers, self._lanes, self._transfer, self._clock, self._accounting = layers, lanes, transfer, clock, accounting
         self._slots = [Slot() for _ in range(slots)]
         self._next: dict[Use, Use] = {}

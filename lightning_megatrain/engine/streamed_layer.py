@@ -40,8 +40,11 @@ def run_layer(engine: "Engine", layer: HostLayer, args: tuple[Any, ...], kwargs:
 
 def _run_without_graph(engine: "Engine", layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Nothing will be differentiated, so the layer gets the caller's own arguments."""
-    with engine.weights(layer, "inference") as streamed, no_cast_cache(), _running("forward"):
-        weights = [_leaf(weight, p.requires_grad and not torch.is_inference_mode_enabled()) for weight, p in zip(streamed, layer.parameters, strict=True)]
+    with engine.weights(layer, "inference", layer.module.training) as streamed, no_cast_cache(), _running("forward"):
+        weights = [
+            _leaf(weight, p.requires_grad and not torch.is_inference_mode_enabled())
+            for weight, p in zip(streamed, layer.parameters, strict=True)
+        ]
         with placed(layer.places, weights), _watch_casts(engine, layer, weights):
             output = layer.forward(*args, **kwargs)
     if torch.is_grad_enabled():
@@ -54,6 +57,7 @@ class _Call:
 
     def __init__(self, engine: "Engine", layer: HostLayer, arguments: Arguments, number_of_inputs: int) -> None:
         self.engine, self.layer, self.arguments, self.number_of_inputs = engine, layer, arguments, number_of_inputs
+        self.training = layer.module.training
         self.collector = hugging_face.outer_collector()
         self.surroundings = Surroundings(layer.modules, engine.device)
         self.random: RandomState | None = RandomState(engine.device)
@@ -67,10 +71,26 @@ class _Call:
         """Runs the module's own forward (its hooks have run outside) and gathers everything that leaves it."""
         tensors, borrowed = inputs[: self.arguments.number], inputs[self.arguments.number :]
         args, kwargs = self.arguments.rebuilt(tensors)
-        with placed([*self.layer.places, *self.layer.borrowed], [*weights, *borrowed]), hugging_face.fresh_collector(self.collector) as collected:
+        with (
+            placed([*self.layer.places, *self.layer.borrowed], [*weights, *borrowed]),
+            hugging_face.fresh_collector(self.collector) as collected,
+        ):
             output = self.layer.forward(*args, **kwargs)
         changes = self.arguments.changes(self.layer.name, args, kwargs, tensors)
         return Results((output, changes, collected), inputs)
+
+    def run_again(self, inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> Results:
+        """Runs the layer in backward, from the random state and the buffers that its forward started from."""
+        with (
+            torch.enable_grad(),
+            random_state(self.random, self.engine.device),
+            self.layer.buffers.restored(self.buffers),
+            _running("recompute"),
+        ):
+            results = self.run(inputs, weights)
+        assert self.results is not None
+        self.results.check_same(results, self.layer.name)
+        return results
 
     def outstanding(self, value: bool) -> None:
         """Says whether a backward of this call may still come."""
@@ -104,7 +124,13 @@ class _StreamedLayer(torch.autograd.Function):
         given, parameters = tensors[: call.number_of_inputs], tensors[call.number_of_inputs :]
         inputs = [_leaf(tensor, tensor.requires_grad) for tensor in given]
         versions = [tensor._version for tensor in inputs]
-        with engine.weights(layer, "forward") as streamed, torch.enable_grad(), no_cast_cache(), _running("forward"), layer.buffers.watched(call.buffers):
+        with (
+            engine.weights(layer, "forward", call.training) as streamed,
+            torch.enable_grad(),
+            no_cast_cache(),
+            _running("forward"),
+            layer.buffers.watched(call.buffers),
+        ):
             weights = [_leaf(weight, parameter.requires_grad) for weight, parameter in zip(streamed, parameters, strict=True)]
             first = _node() if layer.first_forward() else None
             with _watch_casts(engine, layer, weights), saved_tensors_hooks(lambda tensor: None, _nothing_saved):
@@ -147,20 +173,15 @@ class _StreamedLayer(torch.autograd.Function):
             )
         engine.gradients.expect(engine.on_backward_end)
 
-        def recompute() -> tuple[list[Tensor], list[Tensor]]:
-            with engine.weights(layer, "backward") as streamed, torch.enable_grad():
-                weights = [_leaf(weight, want) for weight, want in zip(streamed, wanted, strict=True)]
-                with random_state(call.random, engine.device), layer.buffers.restored(call.buffers), _running("recompute"):
-                    results = call.run(inputs, weights)
-                assert call.results is not None
-                call.results.check_same(results, layer.name)
-                pairs = [(out, grad) for out, grad in zip(results.tensors, grad_outputs, strict=True) if grad is not None and out.requires_grad]
-                leaves = [leaf for leaf in (*inputs, *weights) if leaf.requires_grad]
-                if pairs:
-                    torch.autograd.backward([out for out, _ in pairs], [grad for _, grad in pairs], inputs=leaves)
-            return inputs, weights
-
-        _, weights = call.surroundings.run(recompute)
+        with engine.weights(layer, "backward", call.training) as streamed:
+            weights = [_leaf(weight, want) for weight, want in zip(streamed, wanted, strict=True)]
+            results = call.surroundings.run(lambda: call.run_again(inputs, weights))
+            pairs = [(out, grad) for out, grad in zip(results.tensors, grad_outputs, strict=True) if grad is not None and out.requires_grad]
+            leaves = [leaf for leaf in (*inputs, *weights) if leaf.requires_grad]
+            # outside of the forward's surroundings, as plain backward is: autocast would reach into it
+            if pairs:
+                torch.autograd.backward([out for out, _ in pairs], [grad for _, grad in pairs], inputs=leaves)
+            del results, pairs
         call.outstanding(False)
         arrived = [(parameter, weight.grad) for parameter, weight in zip(parameters, weights, strict=True) if weight.grad is not None]
         engine.gradients.deliver(arrived, more_to_come=layer.outstanding > 0)
@@ -197,14 +218,15 @@ def _running(name: Pass) -> Iterator[None]:
 @contextmanager
 def _watch_casts(engine: "Engine", layer: HostLayer, weights: Sequence[Tensor]) -> Iterator[None]:
     """In the first forward of each mode under BF16 autocast, sees which weights are only ever cast."""
-    if not (engine.casts_streamed and casting(engine.device) and layer.casts_undecided()):
+    training = layer.module.training
+    if not (engine.casts_streamed and casting(engine.device) and layer.casts_undecided(training)):
         yield
         return
     fp32 = [index for index, weight in enumerate(weights) if layer.parameters[index].dtype is torch.float32]
     watch = CastWatch([weights[index] for index in fp32])
     with watch:
         yield
-    layer.decide_casts({fp32[index] for index in watch.cast_once()}, {fp32[index] for index in watch.otherwise_used()})
+    layer.decide_casts(training, {fp32[index] for index in watch.cast_once()})
 
 
 def _refuse_written(layer: HostLayer, inputs: Sequence[Tensor], versions: Sequence[int]) -> None:

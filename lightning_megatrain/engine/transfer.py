@@ -20,10 +20,10 @@ class HostToDevice:
         self._lanes, self._memory = lanes, memory
         self._ring: list[tuple[Tensor, Event | None]] = []
 
-    def prepare(self, tensors: list[Tensor], ring_bytes: int = RING_BUFFER_BYTES) -> None:
+    def prepare(self, tensors: list[Tensor]) -> None:
         """Makes the ring if any of `tensors` is not locked."""
         if not self._ring and not all(self._memory.holds(tensor) for tensor in tensors):
-            buffers = [self._memory.allocate(ring_bytes) for _ in range(RING_BUFFERS)]
+            buffers = [self._memory.allocate(RING_BUFFER_BYTES) for _ in range(RING_BUFFERS)]
             if all(self._memory.holds(buffer) for buffer in buffers):
                 self._ring = [(buffer, None) for buffer in buffers]
 

@@ -1,0 +1,117 @@
+"""Every wait and every owner of the engine is needed: take one away, and a number goes wrong."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_megatrain.engine import Engine, pinning, transfer
+from tests.emulated import PageLocks, emulated_device
+
+POLICIES = ("lazy", "eager:weights", "eager:gradients", "random:0", "random:1", "random:2", "random:3")
+
+WAITS = {
+    "weights loaded",
+    "slot released",
+    "weights read",
+    "resident parameters read",
+    "ring buffer read",
+    "gradients computed",
+    "gradients copied",
+    "gradients arrived",
+}
+OWNERS = {"gradients"}
+
+
+class Blocks(nn.Module):
+    """Blocks of unlike sizes, an embedding that takes part in the head, and a frozen block."""
+
+    def __init__(self, widths: tuple[int, ...]) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(12, 8)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(8, width), nn.GELU(), nn.Linear(width, 8)) for width in widths])
+        self.blocks[-1].requires_grad_(False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.embedding(tokens)
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        return hidden @ self.embedding.weight.T
+
+
+def train(device: str, widths: tuple[int, ...]) -> list[Tensor]:
+    """Three steps of two micro-batches, each followed by an evaluation and by code that writes weights in place, unseen by autograd."""
+    torch.manual_seed(0)
+    model = Blocks(widths)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    numbers = []
+    engine = Engine(model, device) if device != "cpu" else None
+    for step in range(3):
+        optimizer.zero_grad()
+        for micro_batch in range(2):
+            tokens = torch.randint(12, (2, 5), generator=torch.Generator().manual_seed(10 * step + micro_batch)).to(device)
+            loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+            loss.backward()
+            numbers.append(loss.detach().cpu())
+        numbers += [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+        optimizer.step()
+        with torch.no_grad():
+            scores = model(tokens)
+            for parameter in model.parameters():
+                parameter.data.mul_(0.9)  # while the evaluation may still be running
+            numbers.append(scores.cpu())
+    if engine is not None:
+        engine.close()
+    return [*numbers, *(parameter.detach().clone() for parameter in model.parameters())]
+
+
+class RefusesTheFirst(PageLocks):
+    """Refuses the first range it is asked for, which is the parameters', and grants those after."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._asked = False
+
+    def lock(self, pointer: int, nbytes: int) -> bool:
+        first, self._asked = not self._asked, True
+        return not first and super().lock(pointer, nbytes)
+
+
+RUNS = {
+    "locked": (PageLocks, (16, 24, 8, 20, 12)),
+    "through the ring": (RefusesTheFirst, (16, 24, 8, 20, 12)),
+    "as many layers as slots": (PageLocks, (16, 24)),
+}
+
+
+@pytest.fixture(params=RUNS)
+def run(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+def right(run: str, policy: str, **removed: str) -> tuple[bool, set[str], set[str]]:
+    """Whether a run under `policy`, with something removed, gives the CPU's numbers; and the waits and owners it stated."""
+    locker, widths = RUNS[run]
+    with pytest.MonkeyPatch.context() as patch, emulated_device(policy, **removed) as device:
+        patch.setattr(transfer, "RING_BUFFER_BYTES", 256)
+        patch.setitem(pinning.PAGE_LOCKERS, "emu", locker)
+        numbers = train("emu", widths)
+        same = all(torch.equal(a, b) for a, b in zip(train("cpu", widths), numbers, strict=True))
+        return same, set(device.waits_seen), set(device.owners_seen)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_order_that_the_lanes_allow_gives_the_same_numbers(run: str, policy: str) -> None:
+    same, waits, owners = right(run, policy)
+    assert same
+    assert (waits, owners) == (WAITS if run == "through the ring" else WAITS - {"ring buffer read"}, OWNERS)
+
+
+@pytest.mark.parametrize("reason", sorted(WAITS))
+def test_without_one_wait_a_number_is_wrong(reason: str) -> None:
+    assert any(not right(run, policy, without_wait=reason)[0] for run in RUNS for policy in POLICIES)
+
+
+@pytest.mark.parametrize("reason", sorted(OWNERS))
+def test_without_one_owner_a_number_is_wrong(reason: str) -> None:
+    assert any(not right(run, policy, without_owner=reason)[0] for run in RUNS for policy in POLICIES)
