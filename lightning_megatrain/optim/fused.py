@@ -12,8 +12,8 @@ _FLAGS = ("fused", "foreach")
 class FusedSwitch:
     """Sets ``fused=True`` on plain Adam, AdamW and SGD, where the user left the choice to torch.
 
-    On a CPU torch chooses the loop over tensors; the fused kernel does the same arithmetic in one pass, 5 to 10 times faster. Results may differ in
-    the last bit.
+    On a CPU torch chooses the loop over tensors; the fused kernel does the same arithmetic in one pass, 5 to 10 times faster. Results may
+    differ in the last bit.
     """
 
     def __init__(self, optimizer: Optimizer, module: nn.Module) -> None:

@@ -58,6 +58,8 @@ class HostAdamW(torch.optim.Optimizer):
         TypeError: for a parameter of another dtype, device or layout than above.
     """
 
+    _incoming: dict[str, Any] | None = None  # a state dictionary on its way in
+
     def __init__(
         self,
         params: Any,
@@ -85,8 +87,19 @@ class HostAdamW(torch.optim.Optimizer):
             raise ValueError(f"threads must be at least 1, not {threads}; None takes torch.get_num_threads()")
         self.masters, self.moments, self.threads = masters, moments, threads
         self._reset_links()
-        defaults = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad, maximize=maximize, foreach=foreach)
-        defaults |= dict(capturable=capturable, differentiable=differentiable, fused=fused, decoupled_weight_decay=decoupled_weight_decay)
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "amsgrad": amsgrad,
+            "maximize": maximize,
+            "foreach": foreach,
+            "capturable": capturable,
+            "differentiable": differentiable,
+            "fused": fused,
+            "decoupled_weight_decay": decoupled_weight_decay,
+        }
         super().__init__(params, defaults)
 
     @override
@@ -105,9 +118,8 @@ class HostAdamW(torch.optim.Optimizer):
                 parameter.grad_dtype = torch.float32
         self._places.clear()
 
-    # torch's signature has no keywords; callers of the base class never pass any.
     @override
-    def step(self, closure: Callable[[], Any] | None = None, *, grad_scale: float = 1.0) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None, *, grad_scale: float = 1.0) -> Any:
         """Update every parameter that has a gradient.
 
         Args:
@@ -182,7 +194,8 @@ class HostAdamW(torch.optim.Optimizer):
         if copy is None:
             self._working_copies.pop(parameter, None)
             return
-        if parameter.dtype != torch.float32 or copy.dtype != torch.bfloat16 or copy.device.type != "cpu" or not same_layout(parameter, copy):
+        dtypes = (parameter.dtype, copy.dtype)
+        if dtypes != (torch.float32, torch.bfloat16) or copy.device.type != "cpu" or not same_layout(parameter, copy):
             raise ValueError(
                 f"a working copy is BF16 and of an FP32 parameter's shape and strides on the CPU: parameter {describe(parameter)}, "
                 f"copy {describe(copy)}; torch.empty_like(parameter, dtype=torch.bfloat16) makes one"
@@ -267,7 +280,7 @@ class HostAdamW(torch.optim.Optimizer):
 
     @override
     def __setstate__(self, new: dict[str, Any]) -> None:
-        if self.__dict__.get("_incoming") is not None:  # within load_state_dict
+        if self._incoming is not None:  # within load_state_dict
             new = {**new, "state": self._imported(self._incoming)}
             self._incoming = None
         super().__setstate__(new)
@@ -286,7 +299,6 @@ class HostAdamW(torch.optim.Optimizer):
         self._places: dict[Tensor, tuple[int, int]] = {}  # parameter -> its group, and its number among all
         self._working_copies: dict[Tensor, Tensor] = {}
         self._versions: dict[Tensor, int] = {}  # of each parameter when we last wrote it
-        self._incoming: dict[str, Any] | None = None
 
     def _is_split(self, parameter: Tensor) -> bool:
         return self.masters == "split" and parameter.dtype == torch.bfloat16
