@@ -59,8 +59,9 @@ def host_precision(plugin: Precision | None) -> Precision | None:
     if type(plugin) is Precision:
         return plugin
     raise MisconfigurationException(
-        f"strategy='megatrain' cannot train with precision={getattr(plugin, 'precision', type(plugin).__name__)!r}: FP16 needs a gradient scaler that works on "
-        "host gradients, FP64 and quantised weights have no streamed form. Use Trainer(precision='bf16-mixed'), which needs no scaler, 'bf16-true' or '32-true'."
+        f"strategy='megatrain' cannot train with precision={getattr(plugin, 'precision', type(plugin).__name__)!r}: FP16 needs a gradient "
+        "scaler that works on host gradients, FP64 and quantised weights have no streamed form. Use Trainer(precision='bf16-mixed'), which "
+        "needs no scaler, 'bf16-true' or '32-true'."
     )
 
 

@@ -31,30 +31,32 @@ from lightning_megatrain.precision import MegaTrainMixedPrecision, compute_dtype
 class MegaTrainStrategy(SingleDeviceStrategy):
     """Trains any LightningModule on one device while its parameters and the optimizer's state stay in host memory.
 
-    Layers' weights are streamed to the device while they run, and their gradients back; the optimizer works on the module's own parameters, on the
-    host. Each layer runs once more in backward, so a step takes one forward more than plain training. Losses, gradients and weights are those of
-    plain training.
+    Layers' weights are streamed to the device while they run, and their gradients back; the optimizer works on the module's own
+    parameters, on the host. Each layer runs once more in backward, so a step takes one forward more than plain training. Losses, gradients
+    and weights are those of plain training.
 
     Args:
-        layers: Class names (``["LlamaDecoderLayer"]``) or path patterns (``["model.layers.*"]``) of the modules to stream. Left out: Hugging Face's
-            layers, else every run of two or more like blocks in a `ModuleList` or `Sequential`. Device memory holds what is not streamed.
-        resident: Class names or path patterns of modules to keep on the device though they could be streamed. Costs device memory for their weights
-            and gradients, saves their recompute. Left out: none.
-        slots: Buffers on the device for weights, each of the size of the largest layer (default 2, the least). More of them help only where layers
-            differ much in size.
-        staging_buffers: Buffers on the host for gradients on their way, each of the size of the largest layer's gradients (default 2). With 1, gradients
-            cannot arrive while others leave.
-        stream_casts: Under ``precision="bf16-mixed"``, send those parameters as BF16 that autocast would only ever cast to BF16 (default True). Half the
-            bytes over the bus and in the slots, with the same result; costs 2 bytes of host memory for each such parameter.
-        fused_optimizer: Switch plain Adam, AdamW and SGD to torch's fused CPU kernels (default True): 5 to 10 times faster; results may differ in the last
-            bit. False leaves the optimizer as it is.
+        layers: Class names (``["LlamaDecoderLayer"]``) or path patterns (``["model.layers.*"]``) of the modules to stream. Left out:
+            Hugging Face's layers, else every run of two or more like blocks in a `ModuleList` or `Sequential`. Device memory holds what is
+            not streamed.
+        resident: Class names or path patterns of modules to keep on the device though they could be streamed. Costs device memory for
+            their weights and gradients, saves their recompute. Left out: none.
+        slots: Buffers on the device for weights, each of the size of the largest layer (default 2, the least). More of them help only
+            where layers differ much in size.
+        staging_buffers: Buffers on the host for gradients on their way, each of the size of the largest layer's gradients (default 2).
+            With 1, gradients cannot arrive while others leave.
+        stream_casts: Under ``precision="bf16-mixed"``, send those parameters as BF16 that autocast would only ever cast to BF16 (default
+            True). Half the bytes over the bus and in the slots, with the same result; costs 2 bytes of host memory for each such parameter.
+        fused_optimizer: Switch plain Adam, AdamW and SGD to torch's fused CPU kernels (default True): 5 to 10 times faster; results may
+            differ in the last bit. False leaves the optimizer as it is.
         accelerator: For the Trainer's own use.
         checkpoint_io: Reads and writes checkpoints; left out: Lightning's.
-        precision_plugin: For the Trainer's own use; see ``Trainer(precision=...)``. ``"32-true"``, ``"bf16-mixed"`` and ``"bf16-true"`` are supported.
+        precision_plugin: For the Trainer's own use; see ``Trainer(precision=...)``. ``"32-true"``, ``"bf16-mixed"`` and ``"bf16-true"``
+            are supported.
 
     Raises:
-        MisconfigurationException: More than one device, MPS, another precision, ``sync_batchnorm``, or ``torch.compile`` of the whole module.
-        ValueError: Nothing in the module can be streamed.
+        MisconfigurationException: More than one device, MPS, another precision, ``sync_batchnorm``, or ``torch.compile`` of the whole
+        module. ValueError: Nothing in the module can be streamed.
     """
 
     strategy_name = "megatrain"
@@ -103,8 +105,8 @@ class MegaTrainStrategy(SingleDeviceStrategy):
     def parallel_devices(self, devices: list[torch.device] | None) -> None:
         if devices and len(devices) > 1:
             raise MisconfigurationException(
-                f"strategy='megatrain' trains on one device and was given {len(devices)}. Set Trainer(devices=1); to train one model on several devices, use "
-                "strategy='fsdp' or 'deepspeed_stage_3_offload'."
+                f"strategy='megatrain' trains on one device and was given {len(devices)}. Set Trainer(devices=1); to train one model on "
+                "several devices, use strategy='fsdp' or 'deepspeed_stage_3_offload'."
             )
         if devices:
             self._root_device = devices[0]
@@ -122,8 +124,8 @@ class MegaTrainStrategy(SingleDeviceStrategy):
     def connect(self, model: LightningModule) -> None:
         if getattr(model, "_compiler_ctx", None) is not None:
             raise MisconfigurationException(
-                "strategy='megatrain' cannot train a LightningModule that went through torch.compile(): the compiled graph would hold every weight on the device. Pass the "
-                "module as it is, and compile functions inside its layers."
+                "strategy='megatrain' cannot train a LightningModule that went through torch.compile(): the compiled graph would hold "
+                "every weight on the device. Pass the module as it is, and compile functions inside its layers."
             )
         super().connect(model)
 
@@ -131,11 +133,13 @@ class MegaTrainStrategy(SingleDeviceStrategy):
     def setup_environment(self) -> None:
         if isinstance(self.accelerator, MPSAccelerator):
             raise MisconfigurationException(
-                "strategy='megatrain' does not support MPS: its memory is the host's own, so streaming weights would save nothing. Use Trainer(strategy='auto')."
+                "strategy='megatrain' does not support MPS: its memory is the host's own, so streaming weights would save nothing. Use "
+                "Trainer(strategy='auto')."
             )
         if self._layer_sync is not None:
             raise MisconfigurationException(
-                "strategy='megatrain' trains on one device, where sync_batchnorm has nothing to synchronise. Set Trainer(sync_batchnorm=False)."
+                "strategy='megatrain' trains on one device, where sync_batchnorm has nothing to synchronise. Set "
+                "Trainer(sync_batchnorm=False)."
             )
         if isinstance(self.precision_plugin, MegaTrainMixedPrecision):
             self.precision_plugin.device = self.root_device.type
@@ -268,14 +272,15 @@ def _check_optimizer(optimizer: Optimizer) -> None:
         elsewhere |= {str(value.device) for value in state.values() if isinstance(value, Tensor) and value.device.type != "cpu"}
     if elsewhere:
         raise MisconfigurationException(
-            f"{type(optimizer).__name__} holds parameters or state on {', '.join(sorted(elsewhere))}, but with strategy='megatrain' both stay in host memory. Create the "
-            "optimizer from the module's own parameters in configure_optimizers(), and load its state through Trainer.fit(ckpt_path=...)."
+            f"{type(optimizer).__name__} holds parameters or state on {', '.join(sorted(elsewhere))}, but with strategy='megatrain' both "
+            "stay in host memory. Create the optimizer from the module's own parameters in configure_optimizers(), and load its state "
+            "through Trainer.fit(ckpt_path=...)."
         )
     trained_in_bf16 = sum(p.dtype is torch.bfloat16 and p.requires_grad for group in optimizer.param_groups for p in group["params"])
     if trained_in_bf16 and getattr(optimizer, "masters", None) != "split":
         rank_zero_warn(
-            f"{trained_in_bf16} trainable parameters are BF16 and {type(optimizer).__name__} keeps no FP32 masters: updates below 1/256 of a weight are lost. Load the model in "
-            "FP32 (dtype='float32'), or use HostAdamW(masters='split')."
+            f"{trained_in_bf16} trainable parameters are BF16 and {type(optimizer).__name__} keeps no FP32 masters: updates below 1/256 of "
+            "a weight are lost. Load the model in FP32 (dtype='float32'), or use HostAdamW(masters='split')."
         )
 
 
@@ -287,12 +292,13 @@ def _keep_averages_on_host(trainer: Trainer) -> None:
         if callback._device is None:
             callback._device = torch.device("cpu")
             rank_zero_warn(
-                f"{type(callback).__name__} keeps its average in host memory: on the device it would take as much memory as the whole model."
+                f"{type(callback).__name__} keeps its average in host memory: on the device it would take as much memory as the whole "
+                "model."
             )
         elif torch.device(callback._device).type != "cpu":
             raise MisconfigurationException(
-                f"{type(callback).__name__}(device={str(callback._device)!r}) would put a whole copy of the model on the device, which strategy='megatrain' is there to avoid. "
-                "Use device='cpu'."
+                f"{type(callback).__name__}(device={str(callback._device)!r}) would put a whole copy of the model on the device, which "
+                "strategy='megatrain' is there to avoid. Use device='cpu'."
             )
 
 

@@ -16,6 +16,6 @@ def will_accumulate(node: Node, name: str) -> bool:
         if "autograd.grad" not in str(error):
             raise
         raise RuntimeError(
-            f"torch.autograd.grad() was asked for the gradient of {name!r}, whose weights are streamed from host memory: its gradient goes straight to .grad and cannot be "
-            "returned. Call loss.backward() (or backward(inputs=[...])) and read .grad instead."
+            f"torch.autograd.grad() was asked for the gradient of {name!r}, whose weights are streamed from host memory: its gradient goes "
+            "straight to .grad and cannot be returned. Call loss.backward() (or backward(inputs=[...])) and read .grad instead."
         ) from None

@@ -12,9 +12,9 @@ BufferPlace = tuple[nn.Module, str]
 class LayerBuffers:
     """The buffers of one layer, and which of them its forward writes.
 
-    Backward runs the layer again. What it would write then (running statistics, a power iteration) starts from what the forward started from, goes
-    to a copy, and is dropped. Some kernels write buffers without telling autograd, so the first forward in each mode compares values; later
-    ones keep copies only of the buffers found to be written, and check the version of the others.
+    Backward runs the layer again. What it would write then (running statistics, a power iteration) starts from what the forward started
+    from, goes to a copy, and is dropped. Some kernels write buffers without telling autograd, so the first forward in each mode compares
+    values; later ones keep copies only of the buffers found to be written, and check the version of the others.
     """
 
     def __init__(self, name: str, modules: Sequence[nn.Module]) -> None:
@@ -46,8 +46,9 @@ class LayerBuffers:
         for (module, key), (buffer, version) in versions.items():
             if module._buffers[key] is not buffer or buffer._version != version:
                 raise RuntimeError(
-                    f"Buffer {key!r} of {type(module).__name__} in streamed layer {self._name!r} was written in this forward but not in the layer's first one, so its "
-                    f"value before is lost and backward cannot run the layer again. Keep the layer on the device with resident=[{self._name!r}]."
+                    f"Buffer {key!r} of {type(module).__name__} in streamed layer {self._name!r} was written in this forward but not in "
+                    "the layer's first one, so its value before is lost and backward cannot run the layer again. Keep the layer on the "
+                    f"device with resident=[{self._name!r}]."
                 )
         before.update({place: copies[place] for place in written})
 

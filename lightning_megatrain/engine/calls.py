@@ -1,7 +1,7 @@
 """The arguments and the results of a layer's call as flat lists of tensors.
 
-Arguments and results are pytrees. A mapping or list given as an argument may be changed by the layer (Gemma 3n hands keys and values from layer
-to layer in one): what the layer puts into it leaves the layer as a further output and is then put into the caller's own container.
+Arguments and results are pytrees. A mapping or list given as an argument may be changed by the layer (Gemma 3n hands keys and values from
+layer to layer in one): what the layer puts into it leaves the layer as a further output and is then put into the caller's own container.
 """
 
 from collections import UserDict
@@ -83,8 +83,9 @@ class Arguments:
             changes = list(_container_changes(old, new))
             if any(kind == "removed" for kind, _, _ in changes) or (not changes and not _same_leaves(old, new)):
                 raise RuntimeError(
-                    f"Streamed layer {layer!r} took something out of, or changed inside, a container it was given as argument {index}. Backward runs the layer "
-                    f"again and could not give it the same argument. Return the new value instead, or keep the layer on the device with resident=[{layer!r}]."
+                    f"Streamed layer {layer!r} took something out of, or changed inside, a container it was given as argument {index}. "
+                    "Backward runs the layer again and could not give it the same argument. Return the new value instead, or keep the "
+                    f"layer on the device with resident=[{layer!r}]."
                 )
             found += [(index, key, value) for _, key, value in changes]
         return found
@@ -153,8 +154,8 @@ class Results:
         """Raises RuntimeError if a second run returned tensors of other shapes or dtypes, or another number of them."""
         if self._made != again._made:
             raise RuntimeError(
-                f"Streamed layer {layer!r} returned {_listed(again._made)} when backward ran it again, but {_listed(self._made)} in forward: it depends on something that "
-                f"changed in between. Keep the layer on the device with resident=[{layer!r}]."
+                f"Streamed layer {layer!r} returned {_listed(again._made)} when backward ran it again, but {_listed(self._made)} in "
+                f"forward: it depends on something that changed in between. Keep the layer on the device with resident=[{layer!r}]."
             )
 
     def rebuilt(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Any:

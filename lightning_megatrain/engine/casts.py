@@ -35,8 +35,8 @@ class CastWatch(TorchDispatchMode):
     def cast_once(self) -> set[int]:
         """Indices of the weights that were cast to BF16 once and used in no other way.
 
-        Lightning switches autocast's cache off, so a weight used twice is cast twice, and its two gradients are summed in FP32. Streamed as BF16 they
-        would be summed in BF16.
+        Lightning switches autocast's cache off, so a weight used twice is cast twice, and its two gradients are summed in FP32. Streamed
+        as BF16 they would be summed in BF16.
         """
         return {index for index, casts in self._casts.items() if casts == 1} - self._other
 

@@ -2,18 +2,14 @@
 
 import torch
 
-from lightning_megatrain.engine.pinning import PAGE_LOCKERS
-
 
 class CudaPageLocker:
     """Locks host pages for CUDA and ROCm devices by `cudaHostRegister`."""
 
     def lock(self, address: int, nbytes: int) -> bool:
-        error = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))
-        return error == 0
+        """Returns whether the system agreed to lock `nbytes` at `address`; both are whole pages."""
+        return int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)) == 0
 
     def unlock(self, address: int) -> None:
+        """Unlocks what `lock` locked at `address`."""
         torch.cuda.cudart().cudaHostUnregister(address)
-
-
-PAGE_LOCKERS["cuda"] = CudaPageLocker

@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils import _pytree as pytree
 
-from lightning_megatrain.engine import cuda as _  # noqa: F401  (registers its page locker)
 from lightning_megatrain.engine import hugging_face
 from lightning_megatrain.engine.accounting import Accounting
 from lightning_megatrain.engine.device_buffers import DeviceBuffers
@@ -31,9 +30,9 @@ from lightning_megatrain.engine.transfer import HostToDevice
 class Engine:
     """Trains a module on `device` while its parameters stay in host memory.
 
-    ``with Engine(model, "cuda"):`` is all a plain training loop needs: the optimizer works on the module's own parameters and their `.grad`, on the
-    host. Inputs may be on the device or on the host; when the module is called with host tensors only, it answers with host tensors. On leaving,
-    the module is as it came.
+    ``with Engine(model, "cuda"):`` is all a plain training loop needs: the optimizer works on the module's own parameters and their
+    `.grad`, on the host. Inputs may be on the device or on the host; when the module is called with host tensors only, it answers with
+    host tensors. On leaving, the module is as it came.
 
     ::
 
@@ -51,11 +50,12 @@ class Engine:
         layers: Class names or path patterns of the modules to stream; see `find_layers` for what happens when it is left out.
         resident: Class names or path patterns of modules to keep on the device.
         slots: Device buffers for weights, each of the size of the largest layer. Two let one layer load while another runs.
-        staging_buffers: Host buffers for gradients, each of the size of the largest layer's gradients. Two let one be emptied while one fills.
-        compute_dtype: The dtype in which floating-point parameters reach the device; None for their own. Gradients arrive in that dtype and are
-            accumulated in the parameter's.
-        stream_casts: Under BF16 autocast, send parameters as BF16 that autocast would only ever cast to BF16: half the bytes, the same result. Costs
-            2 bytes of host memory for each such parameter.
+        staging_buffers: Host buffers for gradients, each of the size of the largest layer's gradients. Two let one be emptied while one
+            fills.
+        compute_dtype: The dtype in which floating-point parameters reach the device; None for their own. Gradients arrive in that dtype
+            and are accumulated in the parameter's.
+        stream_casts: Under BF16 autocast, send parameters as BF16 that autocast would only ever cast to BF16: half the bytes, the same
+            result. Costs 2 bytes of host memory for each such parameter.
         progress: Called with the bytes of each range of host memory that was page-locked.
 
     Raises:
@@ -269,8 +269,8 @@ def _check(module: nn.Module, found: Layers, slots: int, staging_buffers: int) -
     if elsewhere:
         name, device = next(iter(elsewhere.items()))
         raise ValueError(
-            f"{len(elsewhere)} parameters are not in host memory, the first of them {name!r} on {device}. Build the model on the CPU: parameters stay there and are "
-            "streamed to the device."
+            f"{len(elsewhere)} parameters are not in host memory, the first of them {name!r} on {device}. Build the model on the CPU: "
+            "parameters stay there and are streamed to the device."
         )
     checkpointed = [
         name
@@ -279,6 +279,6 @@ def _check(module: nn.Module, found: Layers, slots: int, staging_buffers: int) -
     ]
     if checkpointed:
         raise ValueError(
-            f"Activation checkpointing is switched on in {checkpointed[0]!r} and {len(checkpointed) - 1} other modules, and streamed layers are recomputed already: each would "
-            "run a third time. Call model.gradient_checkpointing_disable()."
+            f"Activation checkpointing is switched on in {checkpointed[0]!r} and {len(checkpointed) - 1} other modules, and streamed "
+            "layers are recomputed already: each would run a third time. Call model.gradient_checkpointing_disable()."
         )

@@ -39,13 +39,13 @@ class _Transfer:
 class Gradients:
     """Accumulates gradients into host parameters: copied where `.grad` is None, else added.
 
-    That one rule, as autograd itself has it, gives accumulation over micro-batches, manual optimization and several optimizers. On an accelerator
-    gradients pass through a bounded pool of staging buffers; the pool's oldest is emptied on the host when a new one is wanted, behind compute
-    already queued, so no thread is needed.
+    That one rule, as autograd itself has it, gives accumulation over micro-batches, manual optimization and several optimizers. On an
+    accelerator gradients pass through a bounded pool of staging buffers; the pool's oldest is emptied on the host when a new one is
+    wanted, behind compute already queued, so no thread is needed.
 
-    Order on an accelerator: the copy waits until compute has made the gradient; the device's gradient is owned here until compute has waited for the
-    copy (its memory would be handed out again under the copy); the host waits for the copy before it reads the staging buffer, and reads it before it
-    is used again. When `backward()` returns, everything has arrived.
+    Order on an accelerator: the copy waits until compute has made the gradient; the device's gradient is owned here until compute has
+    waited for the copy (its memory would be handed out again under the copy); the host waits for the copy before it reads the staging
+    buffer, and reads it before it is used again. When `backward()` returns, everything has arrived.
     """
 
     def __init__(self, lanes: Lanes, make_staging: Callable[[], list[Tensor]], accounting: Accounting) -> None:
@@ -75,15 +75,15 @@ class Gradients:
             for function in on_complete:
                 function()
 
-        Variable._execution_engine.queue_callback(complete)  # type: ignore[attr-defined]
+        Variable._execution_engine.queue_callback(complete)
 
     def deliver(self, gradients: Sequence[tuple[Parameter, Tensor]], more_to_come: bool = False) -> None:
         """Takes gradients of one run of a layer, on the device, for host parameters.
 
         Args:
             gradients: Parameters and their gradients.
-            more_to_come: Whether the layer ran more than once. As in autograd, the gradients of one backward are then summed with each other
-                before they are added to what `.grad` holds from earlier ones.
+            more_to_come: Whether the layer ran more than once. As in autograd, the gradients of one backward are then summed with each
+                other before they are added to what `.grad` holds from earlier ones.
         """
         for parameter, _ in gradients:
             if parameter._backward_hooks or parameter._post_accumulate_grad_hooks or (more_to_come and parameter.grad is not None):

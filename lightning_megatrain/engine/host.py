@@ -28,8 +28,8 @@ class Clock:
 class HostLayer:
     """One streamed layer as it lies in host memory.
 
-    The parameters stay the user's own, where and as they are. Those that travel in another dtype have a working copy beside them, refreshed at
-    the first load after anything may have written the parameter; so has a parameter with gaps between its elements.
+    The parameters stay the user's own, where and as they are. Those that travel in another dtype have a working copy beside them,
+    refreshed at the first load after anything may have written the parameter; so has a parameter with gaps between its elements.
 
     Args:
         index: Position in order of registration.

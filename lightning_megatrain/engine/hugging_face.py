@@ -40,8 +40,9 @@ def without_caches(module: nn.Module, name: str, args: tuple[Any, ...], kwargs: 
             return value
         if _layer_holds_states(value, module):
             raise ValueError(
-                f"Layer {name!r} was given a {type(value).__name__} that already holds keys and values while gradients are wanted. A streamed layer is "
-                "recomputed in backward, which would append to it twice. Run that forward under torch.no_grad(), or pass the prefix as inputs."
+                f"Layer {name!r} was given a {type(value).__name__} that already holds keys and values while gradients are wanted. A "
+                "streamed layer is recomputed in backward, which would append to it twice. Run that forward under torch.no_grad(), or pass "
+                "the prefix as inputs."
             )
         return None
 

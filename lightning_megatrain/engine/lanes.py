@@ -1,8 +1,8 @@
 """Lanes: ordered queues of work on one device.
 
-The engine uses three lanes: *weights* copies host to device, *compute* is where autograd runs, *gradients* copies device to host. Work queued
-on one lane runs in order; between lanes nothing is ordered except by an event that one lane records and another waits for. The engine states
-the reason of every wait and of every owner, so that tests can take each away and see a number go wrong.
+The engine uses three lanes: *weights* copies host to device, *compute* is where autograd runs, *gradients* copies device to host. Work
+queued on one lane runs in order; between lanes nothing is ordered except by an event that one lane records and another waits for. The
+engine states the reason of every wait and of every owner, so that tests can take each away and see a number go wrong.
 """
 
 from collections.abc import Callable, Iterable
@@ -49,11 +49,25 @@ class Lane(Protocol):
 class Lanes(Protocol):
     """The three lanes of one device, and the memory they copy between."""
 
-    device: torch.device
-    weights: Lane
-    compute: Lane
-    gradients: Lane
-    in_host_memory: bool  # the device is the host: tensors are used where they lie and nothing is copied
+    @property
+    def device(self) -> torch.device:
+        """The device."""
+
+    @property
+    def in_host_memory(self) -> bool:
+        """Whether the device is the host: tensors are used where they lie and nothing is copied."""
+
+    @property
+    def weights(self) -> Lane:
+        """Host to device."""
+
+    @property
+    def compute(self) -> Lane:
+        """Where autograd runs."""
+
+    @property
+    def gradients(self) -> Lane:
+        """Device to host."""
 
     def allocate(self, nbytes: int) -> Tensor:
         """Returns `nbytes` of device memory as a flat uint8 tensor."""

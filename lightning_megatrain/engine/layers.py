@@ -27,8 +27,8 @@ def find_layers(root: nn.Module, stream: Sequence[str] | None = None, resident: 
 
     Args:
         root: The whole module.
-        stream: Class names (``"LlamaDecoderLayer"``) or path patterns (``"model.layers.*"``) of the modules to stream. Left out: Hugging Face's
-            `GradientCheckpointingLayer` modules where there are any, else every run of two or more like blocks in a `ModuleList` or
+        stream: Class names (``"LlamaDecoderLayer"``) or path patterns (``"model.layers.*"``) of the modules to stream. Left out: Hugging
+            Face's `GradientCheckpointingLayer` modules where there are any, else every run of two or more like blocks in a `ModuleList` or
             `Sequential`. Of nested candidates the outermost is taken.
         resident: Class names or path patterns of modules never to stream, neither themselves nor anything in them.
 
@@ -51,9 +51,9 @@ def find_layers(root: nn.Module, stream: Sequence[str] | None = None, resident: 
     streamed = {name: module for name, module in streamed.items() if any(p not in shared for p in module.parameters())}
     if not streamed:
         raise ValueError(
-            f"No layer of {type(root).__name__} can be streamed: it has no Hugging Face layers and no run of two or more like blocks in a ModuleList or Sequential"
-            f"{' outside of ' + str(list(resident)) if resident else ''}. Name the modules to stream by class or path, for example layers=['MyBlock'] or "
-            "layers=['encoder.*'], or train this model with strategy='auto'."
+            f"No layer of {type(root).__name__} can be streamed: it has no Hugging Face layers and no run of two or more like blocks in a "
+            f"ModuleList or Sequential{' outside of ' + str(list(resident)) if resident else ''}. Name the modules to stream by class or "
+            "path, for example layers=['MyBlock'] or layers=['encoder.*'], or train this model with strategy='auto'."
         )
     layer_parameters = {p for module in streamed.values() for p in module.parameters()} - shared
     return Layers(streamed, {name: p for name, p in root.named_parameters() if p not in layer_parameters})

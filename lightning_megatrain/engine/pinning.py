@@ -1,7 +1,6 @@
 """Page-locks host memory where it lies, so that the device can read and write it while everything else goes on."""
 
 import ctypes
-import logging
 import sys
 from collections.abc import Callable, Iterable
 from typing import Protocol
@@ -9,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-log = logging.getLogger(__name__)
+from lightning_megatrain.engine.cuda import CudaPageLocker
 
 PAGE = 4096
 _LARGEST_RANGE = 1 << 30  # bytes: a refusal then costs one range, not all
@@ -26,15 +25,15 @@ class PageLocker(Protocol):
         """Unlocks what `lock` locked at `address`."""
 
 
-PAGE_LOCKERS: dict[str, Callable[[], PageLocker]] = {}
+PAGE_LOCKERS: dict[str, Callable[[], PageLocker]] = {"cuda": CudaPageLocker}
 """Page lockers by device type; a device type without one works from unlocked memory."""
 
 
 class LockedMemory:
     """Locks the memory of tensors in place and knows which tensors lie in it.
 
-    Locking works on whole pages, and two tensors may share one; so the page-rounded ranges of all tensors are merged first, and a range is never
-    ended inside a tensor. `Tensor.pin_memory()` would copy, and round every size up to a power of two.
+    Locking works on whole pages, and two tensors may share one; so the page-rounded ranges of all tensors are merged first, and a range is
+    never ended inside a tensor. `Tensor.pin_memory()` would copy, and round every size up to a power of two.
     """
 
     def __init__(self, locker: PageLocker | None) -> None:

@@ -31,7 +31,8 @@ def report(engine: "Engine", optimizers: Iterable[Optimizer] = ()) -> str:
         "transfer buffers": engine.transfer.ring_bytes + engine.gradients.staging_bytes,
     }
     lines = [
-        f"Streaming {len(engine.layers)} layers to {engine.device}: {number:,} parameters, {streamed / number:.0%} of them streamed, the rest resident",
+        f"Streaming {len(engine.layers)} layers to {engine.device}: {number:,} parameters, {streamed / number:.0%} of them streamed, the "
+        "rest resident",
         f"{'on the host':<20}{'bytes':>12}{'a parameter':>14}",
         *(f"  {name:<18}{_size(nbytes):>12}{nbytes / number:>14.1f}" for name, nbytes in host.items()),
         f"  {'in all':<18}{_size(sum(host.values())):>12}{sum(host.values()) / number:>14.1f}",

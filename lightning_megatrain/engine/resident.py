@@ -65,9 +65,9 @@ class _Resident:
 class Residents:
     """The resident parameters of one module.
 
-    On the CPU, in their own dtype, they need nothing: the module uses them where they lie. Otherwise a device copy is taken at the start of each
-    step and bound into the module while the step lasts. It is taken again when an optimizer stepped or `requires_grad` was switched within the
-    step. What code writes into a copy (a clamp, a codebook) is written back before the next optimizer step.
+    On the CPU, in their own dtype, they need nothing: the module uses them where they lie. Otherwise a device copy is taken at the start
+    of each step and bound into the module while the step lasts. It is taken again when an optimizer stepped or `requires_grad` was
+    switched within the step. What code writes into a copy (a clamp, a codebook) is written back before the next optimizer step.
     """
 
     def __init__(

@@ -35,11 +35,11 @@ class Slot:
 class Stream:
     """Brings layers' weights to the device, one layer ahead of the one that runs.
 
-    The layer that comes next is guessed from what came next last time, and at first from the order of registration. A wrong guess costs a load;
-    nothing else depends on it.
+    The layer that comes next is guessed from what came next last time, and at first from the order of registration. A wrong guess costs a
+    load; nothing else depends on it.
 
-    Order on an accelerator: a load waits until compute has released its slot; compute waits until the load is done; the host waits for all loads
-    before code that may write weights runs.
+    Order on an accelerator: a load waits until compute has released its slot; compute waits until the load is done; the host waits for all
+    loads before code that may write weights runs.
     """
 
     def __init__(
@@ -136,8 +136,9 @@ class Stream:
         if not free:
             names = ", ".join(slot.layer.name for slot in self._slots if slot.layer)
             raise RuntimeError(
-                f"Layer {layer.name!r} wants to run while {names} still run, and there are only {len(self._slots)} slots: streamed layers that call one another need a "
-                f"slot each. Pass slots={len(self._slots) + 1}, or stream only the outer one by naming it in layers=[...]."
+                f"Layer {layer.name!r} wants to run while {names} still run, and there are only {len(self._slots)} slots: streamed layers "
+                f"that call one another need a slot each. Pass slots={len(self._slots) + 1}, or stream only the outer one by naming it in "
+                "layers=[...]."
             )
         stale = [slot for slot in free if slot.layer is layer]
         slot = stale[0] if stale else min(free, key=lambda slot: slot.last_use)

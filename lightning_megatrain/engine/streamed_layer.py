@@ -114,8 +114,8 @@ class _Call:
 class _StreamedLayer(torch.autograd.Function):
     """Forward keeps only the inputs; backward brings the weights in again, runs the layer again, and differentiates it.
 
-    The host parameters are inputs, so that autograd decides what requires grad. Their gradients are accumulated here, where autograd would have, and
-    None is returned for them.
+    The host parameters are inputs, so that autograd decides what requires grad. Their gradients are accumulated here, where autograd would
+    have, and None is returned for them.
     """
 
     @staticmethod
@@ -148,7 +148,8 @@ class _StreamedLayer(torch.autograd.Function):
         call.arguments.forget_tensors()
         call.outstanding(True)
         memory = {tensor.untyped_storage()._cdata for tensor in inputs}
-        # .data has a version of its own and is no view, so that the caller may write it in place; what shares an input's memory must share its version
+        # .data has a version of its own and is no view, so that the caller may write it in place; what shares an input's memory must share
+        # its version
         outputs = [t.detach() if t.untyped_storage()._cdata in memory else t.data for t in results.tensors]
         ctx.mark_non_differentiable(*[out for out, made in zip(outputs, results.tensors, strict=True) if not made.requires_grad])
         results.drop_tensors()
@@ -168,8 +169,9 @@ class _StreamedLayer(torch.autograd.Function):
             return nothing
         if layer.stamp() != call.stamp:
             raise RuntimeError(
-                f"A parameter of streamed layer {layer.name!r} was written between its forward and its backward (by an optimizer step, say). Backward runs the layer again "
-                "and would use the new weights. Call backward() before the write, or run the forward again after it."
+                f"A parameter of streamed layer {layer.name!r} was written between its forward and its backward (by an optimizer step, "
+                "say). Backward runs the layer again and would use the new weights. Call backward() before the write, or run the forward "
+                "again after it."
             )
         engine.gradients.expect(engine.on_backward_end)
 
@@ -233,8 +235,8 @@ def _refuse_written(layer: HostLayer, inputs: Sequence[Tensor], versions: Sequen
     for index, (tensor, version) in enumerate(zip(inputs, versions, strict=True)):
         if tensor._version != version:
             raise RuntimeError(
-                f"Streamed layer {layer.name!r} changed its input tensor {index} in place. Backward runs the layer again and needs the input as it was. Make that operation "
-                f"out of place, or keep the layer on the device with resident=[{layer.name!r}]."
+                f"Streamed layer {layer.name!r} changed its input tensor {index} in place. Backward runs the layer again and needs the "
+                f"input as it was. Make that operation out of place, or keep the layer on the device with resident=[{layer.name!r}]."
             )
 
 
@@ -249,10 +251,12 @@ def _refuse_captured(layer: HostLayer, outputs: Sequence[Tensor], leaves: Sequen
             continue
         seen.add(node)
         variable = getattr(node, "variable", None)
-        if (id(variable) not in known) if variable is not None else (start < 0 or node._sequence_nr() < start):  # type: ignore[attr-defined]
+        foreign = id(variable) not in known if variable is not None else start < 0 or node._sequence_nr() < start
+        if foreign:
             what = f"a leaf of shape {tuple(variable.shape)}" if variable is not None else f"the result of {node.name()}"
             raise RuntimeError(
-                f"Streamed layer {layer.name!r} used a tensor that requires grad but is neither one of its arguments nor one of its own parameters ({what}). Its gradient "
-                f"would be lost. Pass the tensor as an argument, or keep the layer on the device with resident=[{layer.name!r}]."
+                f"Streamed layer {layer.name!r} used a tensor that requires grad but is neither one of its arguments nor one of its own "
+                f"parameters ({what}). Its gradient would be lost. Pass the tensor as an argument, or keep the layer on the device with "
+                f"resident=[{layer.name!r}]."
             )
         pending += [following for following, _ in node.next_functions if following is not None]

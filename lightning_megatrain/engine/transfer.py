@@ -12,8 +12,8 @@ RING_BUFFER_BYTES = 16 << 20
 class HostToDevice:
     """Queues copies on the weights lane.
 
-    A tensor that could not be page-locked goes through a ring of locked buffers, so that the copy still runs beside compute; that costs one pass over
-    host memory. Where not even the ring can be locked, it is copied as it is.
+    A tensor that could not be page-locked goes through a ring of locked buffers, so that the copy still runs beside compute; that costs
+    one pass over host memory. Where not even the ring can be locked, it is copied as it is.
     """
 
     def __init__(self, lanes: Lanes, memory: LockedMemory) -> None:
