@@ -8,6 +8,8 @@ from lightning import LightningDataModule, LightningModule
 from torch import Tensor, nn, optim, rand
 from torch.utils.data import DataLoader
 
+from lightning_megatrain.cli import COMMANDS, MegaTrainCLI, main
+
 README = Path(__file__).parents[1] / "README.md"
 
 
@@ -49,6 +51,24 @@ def test_python_blocks_train_the_readers_model(program: str, monkeypatch: pytest
 
     assert names["trainer"].global_step == 2
     assert not model.blocks[0][0].weight.equal(before)
+
+
+@pytest.mark.parametrize("config", blocks("yaml"))
+def test_yaml_blocks_are_configs_the_command_takes(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(config)
+
+    with pytest.raises(SystemExit) as end:
+        main(["fit", "-c", str(path), "--print_config"])
+
+    assert end.value.code == 0
+    assert "lightning_megatrain.causal_lm.CausalLM" in capsys.readouterr().out
+
+
+def test_subcommands_exist() -> None:
+    shown = re.findall(r"^lightning-megatrain ([\w-]+)", "\n".join(blocks("bash")), flags=re.MULTILINE)
+    assert shown
+    assert set(shown) <= set(MegaTrainCLI.subcommands()) | set(COMMANDS)
 
 
 def test_make_targets_exist() -> None:
