@@ -18,7 +18,10 @@ class EmulatedLane:
         self.queue = queue
 
     def copy(self, destination: Tensor, source: Tensor) -> None:
-        """Queues the copy; it reads and writes whatever lies at those addresses when it runs."""
+        """Queues the copy; it reads and writes whatever lies at those addresses when it runs.
+
+        Host memory that has been freed by then is read as NaN, and to write it raises, unless a wait or an owner was taken away on purpose.
+        """
         if destination.shape != source.shape:
             raise RuntimeError(f"a lane copies tensors of one shape, not {tuple(source.shape)} to {tuple(destination.shape)}")
         to, raw = _raw(destination), _raw(source)
@@ -28,7 +31,14 @@ class EmulatedLane:
         if isinstance(source, EmulatedTensor) and not isinstance(destination, EmulatedTensor):
             DEVICE.memory.to_host_bytes += nbytes
         torch.autograd.graph.increment_version(destination)
-        self.queue.add(lambda: to.copy_(raw))
+        from_host, to_host = raw is not getattr(source, "raw", None), to is not getattr(destination, "raw", None)
+
+        def work() -> None:
+            if to_host and _is_freed(to) and DEVICE.without_wait is None and DEVICE.without_owner is None:
+                raise RuntimeError(f"the {self.queue.name} lane copies to host memory that has been freed")
+            to.copy_(torch.full_like(raw, torch.nan) if from_host and raw.is_floating_point() and _is_freed(raw) else raw)
+
+        self.queue.add(work)
 
     def record(self) -> Event:
         return self.queue.record()
@@ -41,6 +51,11 @@ class EmulatedLane:
     def hold(self, tensors: Iterable[Tensor], reason: str) -> Held:
         DEVICE.owners_seen.add(reason)
         return Held(() if reason == DEVICE.without_owner else tensors)
+
+
+def _is_freed(raw: Tensor) -> bool:
+    """Whether queued work is all that keeps this host memory."""
+    return torch._C._storage_Use_Count(raw.untyped_storage()._cdata) == 2  # this view, and the storage object made here
 
 
 def _raw(tensor: Tensor) -> Tensor:

@@ -1,7 +1,9 @@
 """Memory of the emulated device: who holds it, how much of it there is, and what becomes of it when it is let go."""
 
+import threading
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,17 +28,24 @@ class Counters:
     to_device_bytes: int = 0
     to_host_bytes: int = 0
     _freed: deque[int] = field(default_factory=deque)
+    _lock: Any = field(default_factory=threading.Lock)
 
     def allocated(self, nbytes: int) -> None:
-        self.settle()
-        self.live_bytes += nbytes
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        with self._lock:
+            self._settle()
+            self.live_bytes += nbytes
+            self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
     def freed(self, nbytes: int) -> None:
         """Only appends: destructors call it at any moment, in any thread."""
         self._freed.append(nbytes)
 
     def settle(self) -> None:
+        """Counts what destructors have freed."""
+        with self._lock:
+            self._settle()
+
+    def _settle(self) -> None:
         while self._freed:
             self.live_bytes -= self._freed.popleft()
 

@@ -69,4 +69,5 @@ def _pin_memory(tensor: Tensor, device: Any = None) -> Tensor:
     return tensor.clone()
 
 
-_aten.impl("_pin_memory", _pin_memory, "CPU")
+if not torch.cuda.is_available():
+    _aten.impl("_pin_memory", _pin_memory, "CPU")

@@ -7,7 +7,7 @@ policy does: so a missing wait becomes a wrong number on a machine where all wou
 import random
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -27,7 +27,7 @@ for _key in (
 
 
 @contextmanager
-def on_raw_memory():
+def on_raw_memory() -> Iterator[None]:
     """Inside, torch calls go straight to the CPU kernels: no autograd, autocast, dispatch mode or function mode sees them."""
     with ExitStack() as stack:
         stack.enter_context(torch._C._ExcludeDispatchKeyGuard(_ABOVE_THE_CPU))
@@ -61,10 +61,10 @@ class Queue:
         self.name, self.scheduler = name, scheduler
         self.items: deque[Any] = deque()
 
-    def add(self, work: Callable[[], None]) -> None:
+    def add(self, work: Callable[[], Any]) -> None:
         self.scheduler.add(self, work)
 
-    def add_quietly(self, work: Callable[[], None]) -> None:
+    def add_quietly(self, work: Callable[[], Any]) -> None:
         """Queues without running anything, so that it may be called from a destructor at any moment."""
         self.items.append(work)
 

@@ -1,5 +1,7 @@
 """The emulated lanes show a missing wait or a missing owner as a wrong number, and nothing wrong where none is missing."""
 
+import threading
+
 import pytest
 import torch
 from torch import Tensor
@@ -133,6 +135,37 @@ def test_host_memory_is_read_when_the_copy_runs() -> None:
         host.fill_(2)
         lanes.compute.wait(lanes.weights.record(), "arrived")
         assert slot.tolist() == [2.0] * 4
+
+
+def test_host_memory_freed_before_the_copy_ran_is_read_as_nan_and_never_written() -> None:
+    with emulated_device("lazy"):
+        lanes = EmulatedLanes(torch.device("emu"))
+        slot = torch.zeros(4, device="emu")
+        lanes.weights.wait(lanes.compute.record(), "allocated")
+        lanes.weights.copy(slot, torch.ones(4))
+        lanes.compute.wait(lanes.weights.record(), "arrived")
+        assert slot.isnan().all()
+        lanes.gradients.copy(torch.ones(4), slot)
+        with pytest.raises(RuntimeError, match="host memory that has been freed"):
+            lanes.synchronize(lanes.gradients.record(), "arrived")
+
+
+def test_two_threads_queue_at_once() -> None:
+    found: list[float] = []
+
+    def work() -> None:
+        x = torch.ones(3, device="emu")
+        for _ in range(200):
+            x = x + 1
+        found.append(x.sum().item())
+
+    with emulated_device("random:1"):
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert found == [603.0] * 4
 
 
 def test_waiting_for_an_event_that_was_never_recorded_raises() -> None:

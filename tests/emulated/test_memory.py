@@ -54,8 +54,9 @@ def test_bytes_over_the_bus() -> None:
     with emulated_device() as device:
         lanes = EmulatedLanes(torch.device("emu"))
         slot = lanes.allocate(400).view(torch.float32)
-        lanes.weights.copy(slot, torch.ones(100))
-        lanes.gradients.copy(torch.empty(100), slot)
+        source, result = torch.ones(100), torch.empty(100)
+        lanes.weights.copy(slot, source)
+        lanes.gradients.copy(result, slot)
         _ = torch.ones(3).to("emu").cpu()
         assert (device.to_device_bytes, device.to_host_bytes) == (412, 412)
 
