@@ -7,8 +7,7 @@ policy does: so a missing wait becomes a wrong number on a machine where all wou
 import random
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,13 +25,17 @@ for _key in (
     _ABOVE_THE_CPU = _ABOVE_THE_CPU.add(_key)
 
 
-@contextmanager
-def on_raw_memory() -> Iterator[None]:
+class on_raw_memory:
     """Inside, torch calls go straight to the CPU kernels: no autograd, autocast, dispatch mode or function mode sees them."""
-    with ExitStack() as stack:
-        stack.enter_context(torch._C._ExcludeDispatchKeyGuard(_ABOVE_THE_CPU))
-        stack.enter_context(torch._C.DisableTorchFunction())
-        yield
+
+    def __enter__(self) -> None:
+        self._keys, self._functions = torch._C._ExcludeDispatchKeyGuard(_ABOVE_THE_CPU), torch._C.DisableTorchFunction()
+        self._keys.__enter__()
+        self._functions.__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        self._functions.__exit__(*exception)
+        self._keys.__exit__(*exception)
 
 
 class Event:
