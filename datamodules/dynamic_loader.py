@@ -191,6 +191,7 @@ class DynamicLoader:
         self._planned = 0
         self._position: dict[str, Any] = {}  # of the plan, behind the last batch handed out; empty until there is a plan
         self._stale = False
+        self._unused: Iterator[Any] | None = None  # begun, with no batch taken
         self._resumed = False
         self._changes = 0
 
@@ -267,6 +268,21 @@ class DynamicLoader:
     def pool(self) -> NDArray[np.int64] | None:
         """The indices of the pool in force."""
         return self.plan.pool
+
+    def find_domains_by(self, domain: DomainOf) -> None:
+        """Take the samples' domains from a column or a function; before the first batch.
+
+        Args:
+            domain: As in the constructor.
+
+        Raises:
+            TypeError: a source is a stream.
+            RuntimeError: batches have been planned.
+        """
+        _ = self.samples
+        if self._plan is not None:
+            raise RuntimeError("The loader is in use: say where the domains are before its first batch.")
+        self._domain_of = domain
 
     def domain_of(self, indices: ArrayLike) -> NDArray[np.int64]:
         """Return the domain (position in :attr:`domains`) of each of ``indices``, which are (N,) integers."""
@@ -422,6 +438,7 @@ class DynamicLoader:
         return index[cuts[0] : cuts[1]], domain[cuts[0] : cuts[1]]
 
     def _hand_out(self, batch: Any) -> Any:
+        self._unused = None
         planned = self._ahead.popleft()
         self.delivered += 1
         self._position = planned.position
@@ -489,11 +506,14 @@ class _Epoch(Iterator[Any]):
 
     def _begin(self) -> Iterator[Any]:
         loader = self._loader
+        if loader._unused is not None and not loader._stale:
+            return loader._unused  # Lightning calls `iter` once more, to see that it can
         loader._stale = False
         if isinstance(loader._source, Sources):
             inner = loader._inner
             loader._source.keep = (inner.num_workers * (inner.prefetch_factor or 0) + 1) * loader.batch_size * loader.world_size
-        return iter(loader._inner)
+        loader._unused = iter(loader._inner)
+        return loader._unused
 
 
 class _Feed:

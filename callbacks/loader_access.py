@@ -1,0 +1,128 @@
+"""Gives policies the training loader: a DynamicLoader as it is, a plain DataLoader wrapped. All of Lightning's private names are here."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import lightning.pytorch as pl
+from lightning.pytorch.trainer.connectors.data_connector import _process_dataloader, _resolve_overfit_batches
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torch.utils.data import DataLoader
+
+from lightning_megatrain.datamodules.dynamic_loader import DynamicLoader
+from lightning_megatrain.datamodules.sample_domains import DomainOf
+
+_ATTACHED: WeakKeyDictionary[pl.Trainer, _Attachment] = WeakKeyDictionary()
+
+
+class _Attachment:
+    """What was put in the place of the user's training loader, and what its policies ask of it."""
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self.domain: DomainOf | None = None
+        self._source = trainer.fit_loop._data_source
+        self._original = self._source.instance
+        if self._source.is_module():
+            given = getattr(self._original, self._source.name)
+            self._own_attribute = vars(self._original).get(self._source.name)  # where the user has put one on the instance
+
+            @functools.wraps(given)
+            def train_dataloader() -> Any:
+                return self._dynamic(trainer, given())
+
+            # On the instance: shadows the method of the class and is deleted again.
+            setattr(self._original, self._source.name, train_dataloader)
+        else:
+            self._source.instance = self._dynamic(trainer, self._original)
+
+    def set_domain(self, domain: DomainOf) -> None:
+        if self.domain is not None and self.domain != domain:
+            raise ValueError(f"Two policies take the domain from different places: {self.domain!r} and {domain!r}. Give one `domain=`.")
+        self.domain = domain
+        if not self._source.is_module() and not self._source.instance.has_domains:
+            self._source.instance.find_domains_by(domain)
+
+    def detach(self) -> None:
+        if self._source.is_module():
+            vars(self._original).pop(self._source.name, None)
+            if self._own_attribute is not None:
+                setattr(self._original, self._source.name, self._own_attribute)
+        else:
+            self._source.instance = self._original
+
+    def _dynamic(self, trainer: pl.Trainer, loader: Any) -> Any:
+        if isinstance(loader, CombinedLoader | list | tuple | dict):
+            raise TypeError(
+                f"Data policies need one training loader, but `train_dataloader` gives a {type(loader).__name__}. Join the data in one "
+                "`DynamicLoader({'name': dataset, ...}, batch_size=...)`, which mixes them in any proportions."
+            )
+        if isinstance(loader, DynamicLoader):
+            if self.domain is not None and not loader.has_domains:
+                loader.find_domains_by(self.domain)
+            return loader
+        if not isinstance(loader, DataLoader):
+            raise TypeError(
+                f"Data policies need a DataLoader over a map-style dataset, or a `DynamicLoader`, but `train_dataloader` gives a "
+                f"{type(loader).__name__}. Return `DynamicLoader(dataset, batch_size=...)`."
+            )
+        if trainer.overfit_batches > 0:
+            combined = CombinedLoader(loader, "max_size_cycle")
+            _resolve_overfit_batches(combined, mode=RunningStage.TRAINING)
+            loader = combined.flattened[0]
+        # What Lightning would do to it now: give each rank its sampler, seed the workers.
+        prepared = _process_dataloader(trainer, TrainerFn.FITTING, RunningStage.TRAINING, loader)
+        assert isinstance(prepared, DataLoader)
+        return DynamicLoader.from_dataloader(prepared, domain=self.domain, **_share(trainer))
+
+
+def attach(trainer: pl.Trainer, domain: DomainOf | None) -> None:
+    """Put a dynamic loader in the place of the training loader; to be called in a callback's ``setup``.
+
+    Args:
+        trainer: About to fit.
+        domain: Where a plain DataLoader's samples have their domain; policies that give one must agree.
+
+    Raises:
+        ValueError: two policies give different domains.
+        TypeError: the training loader cannot be wrapped; says what to return.
+    """
+    attachment = _ATTACHED.get(trainer)
+    if attachment is None:
+        attachment = _ATTACHED[trainer] = _Attachment(trainer)
+    if domain is not None:
+        attachment.set_domain(domain)
+
+
+def training_loader(trainer: pl.Trainer) -> DynamicLoader:
+    """Return the dynamic loader that trains; known from ``on_train_start`` on."""
+    loader = trainer.train_dataloader
+    if not isinstance(loader, DynamicLoader):
+        raise TypeError(
+            f"The training loader is a {type(loader).__name__}, which was made before the policy could wrap it. Add policies to "
+            "`Trainer(callbacks=...)`, not during training."
+        )
+    return loader
+
+
+def restore_place(trainer: pl.Trainer) -> None:
+    """Load the loader's place from the checkpoint where Lightning has not.
+
+    When ``trainer.estimated_stepping_batches`` is read in ``configure_optimizers``, Lightning builds the loader before it reads the
+    checkpoint and then forgets the loader's state (Lightning issue 20550).
+    """
+    trainer.fit_loop._load_combined_loader_states()
+
+
+def detach(trainer: pl.Trainer) -> None:
+    """Give the user's training loader its place back."""
+    if (attachment := _ATTACHED.pop(trainer, None)) is not None:
+        attachment.detach()
+
+
+def _share(trainer: pl.Trainer) -> dict[str, int]:
+    """Return which part of the data this process takes."""
+    kwargs = trainer.distributed_sampler_kwargs
+    return {} if kwargs is None else {"rank": int(kwargs["rank"]), "world_size": int(kwargs["num_replicas"])}

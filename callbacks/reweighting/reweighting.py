@@ -1,0 +1,109 @@
+"""The base of policies that say how much each sample's loss counts.
+
+Shapes: B samples of one micro-batch on one rank.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_megatrain.callbacks.policy import Policy
+from lightning_megatrain.callbacks.training_losses import StepLosses, tap_losses, untap_losses
+
+
+class ReweightingPolicy(Policy):
+    """Weights the samples of each micro-batch in the training loss.
+
+    The loss becomes the sum of weight x token losses over the sum of weight x tokens, over all ranks; where all weights are equal the
+    module's own loss stays as it is. The schedule counts optimizer steps: from ``warmup_steps`` on every ``every_n_steps``-th step
+    is weighted, at most
+    ``max_updates`` of them. A subclass says in :meth:`weigh` how much each sample counts.
+
+    Args:
+        **policy: Schedule, name and so on; see :class:`~lightning_megatrain.callbacks.Policy`.
+    """
+
+    needs_tokens = False
+    """Whether :meth:`weigh` looks at single tokens."""
+
+    weighs_every_step = False
+    """Whether all steps from the first decision on are weighted, and the schedule only says when :meth:`~Policy.act` is called."""
+
+    def __init__(self, **policy: Any) -> None:
+        super().__init__(**policy)
+        self._weighting = False  # in the optimizer step under way
+        self._trainer: pl.Trainer | None = None
+        self._range: list[tuple[float, float]] = []  # lowest and highest weight over the mean one, of the step's micro-batches
+
+    @abstractmethod
+    def weigh(self, losses: StepLosses, batch: Any) -> Tensor:
+        """Return the weight of each sample, (B,) non-negative, of any sum. May communicate: every rank calls it.
+
+        Args:
+            losses: Of the micro-batch, detached.
+            batch: The micro-batch, on the device that computes; ``self.loader.last`` has its indices and domains.
+        """
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        if stage == "fit" and self.schedule.max_updates != 0:
+            self._trainer = trainer
+            tap_losses(pl_module, self._see, self.name, self.needs_tokens)
+
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        super().teardown(trainer, pl_module, stage)
+        if stage == "fit":
+            untap_losses(pl_module, self._see)
+            self._trainer = None
+
+    @override
+    def act(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self._weighting = True
+
+    @override
+    def _act_if_due(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        if trainer.global_step != self._step and self._range:
+            low, high = min(r[0] for r in self._range), max(r[1] for r in self._range)
+            self.report(trainer, {"weight/least": low, "weight/most": high})
+            self._range = []
+        if trainer.global_step != self._step and not self.weighs_every_step:
+            self._weighting = False
+        super()._act_if_due(trainer, module)
+
+    @override
+    def own_state(self) -> dict[str, Any]:
+        return {"weighting": self._weighting}
+
+    @override
+    def load_own_state(self, state: dict[str, Any]) -> None:
+        self._weighting = state["weighting"]
+
+    def _see(self, losses: StepLosses, batch: Any) -> Tensor | None:
+        trainer = self._trainer
+        if trainer is None or not self._weighting:
+            return None
+        with self._naming_errors(trainer):
+            weights_B = self.weigh(losses, batch).float()
+            if weights_B.shape != losses.sums_B.shape or not bool((torch.isfinite(weights_B) & (weights_B >= 0)).all()):
+                raise ValueError(
+                    f"`weigh` must return a finite, non-negative weight for each of {len(losses.sums_B)} samples, got {weights_B}."
+                )
+            relative_B = weights_B / weights_B.mean().clamp(min=torch.finfo(torch.float32).tiny)
+            self._range.append((float(relative_B.min()), float(relative_B.max())))
+            last = self.loader.last
+            self.write(
+                trainer,
+                index=None if last is None else last.index.numpy(),
+                domain=None if last is None or last.domain is None else [self.loader.domains[d] for d in last.domain],
+                score=losses.means_B.cpu().double().numpy(),
+                weight=weights_B.cpu().double().numpy(),
+            )
+            return weights_B

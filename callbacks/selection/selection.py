@@ -1,0 +1,120 @@
+"""The base of policies that choose which samples come next."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+from numpy.typing import NDArray
+from typing_extensions import override
+
+from lightning_megatrain import model_ops
+from lightning_megatrain.callbacks.policy import Policy
+
+
+@dataclass(frozen=True)
+class Selected:
+    """A choice of samples.
+
+    Attributes:
+        index: (n,) int64, positions in the dataset.
+        score: (n,) float64 of these, or None.
+        ordered: Whether they are served in this order rather than shuffled.
+    """
+
+    index: NDArray[np.int64]
+    score: NDArray[np.float64] | None = None
+    ordered: bool = False
+
+
+class SelectionPolicy(Policy):
+    """Chooses the pool that training draws from until the next choice.
+
+    A subclass says in :meth:`select` which samples, the same on every rank.
+
+    Args:
+        size: How many samples to choose: a number, a fraction of the dataset (a float up to 1.0), or None for as many as are trained
+            on until
+            the next choice.
+        batch_size: Samples per batch and rank when the model is asked about samples (default: the training loader's).
+        **policy: Schedule, name and so on; see :class:`~lightning_megatrain.callbacks.Policy`.
+
+    Raises:
+        ValueError: the size is not positive, or None where the choice is made only once.
+    """
+
+    def __init__(self, *, size: int | float | None = None, batch_size: int | None = None, **policy: Any) -> None:
+        super().__init__(**policy)
+        if size is None and self.schedule.every_n_steps == 0:
+            raise ValueError("`every_n_steps=0` chooses once for the rest of training: give `size`, a number or a fraction of samples.")
+        if size is not None and (size <= 0 or (isinstance(size, float) and size > 1)):
+            raise ValueError(f"`size` must be a positive number of samples or a fraction up to 1.0, got {size!r}.")
+        self.size = size
+        self.batch_size = batch_size
+
+    @abstractmethod
+    def select(self, trainer: pl.Trainer, module: pl.LightningModule, size: int) -> Selected:
+        """Return ``size`` samples. Called on every rank, and must return the same on each: end with :meth:`~Policy.agree`."""
+
+    @override
+    def prepare(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        _ = self.loader.samples  # refuses streams before any time is spent
+
+    @override
+    def act(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        selected = self.select(trainer, module, self.pool_size(trainer))
+        self.loader.set_pool(selected.index, ordered=selected.ordered)
+        metrics = {"samples": float(len(selected.index))}
+        domains = None
+        if selected.score is not None:
+            metrics |= {"score/mean": float(np.mean(selected.score)), "score/least": float(np.min(selected.score))}
+        if self.loader.has_domains:
+            names, ids = self.loader.domains, self.loader.domain_of(selected.index)
+            domains = [names[i] for i in ids]
+            shares = np.bincount(ids, minlength=len(names)) / len(ids)
+            metrics |= {f"share/{name}": float(share) for name, share in zip(names, shares, strict=True)}
+        self.report(trainer, metrics)
+        self.write(trainer, index=selected.index, domain=domains, score=selected.score)
+
+    def pool_size(self, trainer: pl.Trainer) -> int:
+        """Return how many samples to choose now."""
+        total = self.loader.num_samples or 0
+        if self.size is None:
+            step = self.loader.batch_size * self.loader.world_size * trainer.accumulate_grad_batches
+            return min(step * self.schedule.every_n_steps, total)
+        if isinstance(self.size, float):
+            return max(1, round(self.size * total))
+        return min(self.size, total)
+
+    def ask(self, operation: Any, module: pl.LightningModule, dataset: Any = None, collate_fn: Any = None, **options: Any) -> Any:
+        """Run a model operation over a dataset, shared by the ranks, and return every sample's result on each rank.
+
+        Args:
+            operation: Such as ``model_ops.sample_losses``.
+            module: The one that trains; left as it is.
+            dataset: Default: the training samples.
+            collate_fn: Default: the training loader's.
+            options: Further arguments of ``model_ops.over_dataset``.
+        """
+        return model_ops.over_dataset(
+            operation,
+            module,
+            self.loader.samples if dataset is None else dataset,
+            batch_size=self.batch_size or self.loader.batch_size,
+            collate_fn=collate_fn or self.loader.collate_fn,
+            **options,
+        )
+
+
+def highest(scores: NDArray[np.float64], size: int) -> NDArray[np.int64]:
+    """Return the positions of the ``size`` highest scores, best first; of equal scores the earlier sample comes first.
+
+    Raises:
+        ValueError: a score is not a number.
+    """
+    if np.isnan(scores).any():
+        raise ValueError(f"{int(np.isnan(scores).sum())} of {len(scores)} scores are NaN.")
+    return np.argsort(-scores, kind="stable")[:size].astype(np.int64)

@@ -1,0 +1,252 @@
+"""The losses of single samples in the training step itself, without a second forward, and their weights in its loss.
+
+Shapes: B samples, T tokens, V vocabulary or classes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import lightning.pytorch as pl
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_megatrain.callbacks.gather import gather_rows
+from lightning_megatrain.callbacks.policy import PolicyError
+from lightning_megatrain.model_ops.hugging_face import (
+    base_of,
+    classification_losses,
+    find_model,
+    labels_of,
+    task_of,
+    token_losses_from_logits,
+)
+
+WHAT_TO_RETURN = (
+    "Return from `training_step` a dict with the scalar `loss` and one of\n"
+    "  `sample_losses`: the loss of each sample (B,), with its graph; with `sample_tokens` (B,) too, each is a sum over so many tokens\n"
+    "  `logits`: of the loss, with their graph, where the batch holds `labels`\n"
+    "or train a Hugging Face model whose output has `logits` (a fused cross-entropy has none)."
+)
+
+
+@dataclass(frozen=True)
+class StepLosses:
+    """The losses of one micro-batch, detached.
+
+    Attributes:
+        losses_BT: (B, T) FP32, zero where a token does not count. T is 1 where only samples are told apart.
+        counts_BT: (B, T) FP32, how many tokens each stands for: 1 or 0, or a sample's number of tokens.
+    """
+
+    losses_BT: Tensor
+    counts_BT: Tensor
+
+    @property
+    def sums_B(self) -> Tensor:
+        """Sum of each sample's token losses."""
+        return self.losses_BT.sum(1)
+
+    @property
+    def tokens_B(self) -> Tensor:
+        """Tokens of each sample that count."""
+        return self.counts_BT.sum(1)
+
+    @property
+    def means_B(self) -> Tensor:
+        """Mean token loss of each sample, zero without a token."""
+        return self.sums_B / self.tokens_B.clamp(min=1)
+
+
+Client = Callable[[StepLosses, Any], "Tensor | None"]
+"""Sees the losses of a micro-batch and the micro-batch; returns a weight (B,) for each sample, or None to leave them."""
+
+_TAPS: WeakKeyDictionary[pl.LightningModule, _Tap] = WeakKeyDictionary()
+
+
+def tap_losses(module: pl.LightningModule, client: Client, name: str, tokens: bool = False) -> None:
+    """Let ``client`` see the losses of every micro-batch and weight them; several clients' weights are multiplied.
+
+    Args:
+        module: Whose ``training_step`` is wrapped, on the instance.
+        client: Called in each training step, after its forward and before backward.
+        name: For error messages.
+        tokens: Whether it needs the loss of each token, not of each sample only. Costs one more cross-entropy where the step returns
+            only sums.
+    """
+    tap = _TAPS.get(module)
+    if tap is None:
+        tap = _TAPS[module] = _Tap(module)
+    tap.clients[client] = name
+    tap.tokens = tap.tokens or tokens
+
+
+def untap_losses(module: pl.LightningModule, client: Client) -> None:
+    """Take ``client`` away; the last one leaves the module as it was."""
+    tap = _TAPS.get(module)
+    if tap is not None and tap.clients.pop(client, None) is not None and not tap.clients:
+        vars(module).pop("training_step", None)
+        if tap.own_attribute is not None:
+            module.training_step = tap.own_attribute  # type: ignore[method-assign]
+        del _TAPS[module]
+
+
+@dataclass
+class _Output:
+    """What the Hugging Face model was asked and answered."""
+
+    labels: Tensor | None
+    logits: Tensor | None
+
+
+class _Tap:
+    def __init__(self, module: pl.LightningModule) -> None:
+        self.clients: dict[Client, str] = {}
+        self.tokens = False
+        given = module.training_step
+        self.own_attribute = vars(module).get("training_step")  # where the user has put one on the instance
+
+        @functools.wraps(given)
+        def training_step(*args: Any, **kwargs: Any) -> Any:
+            with _watch_model(module) as outputs:
+                result = given(*args, **kwargs)
+            batch = kwargs["batch"] if "batch" in kwargs else args[0]
+            return self._weigh(module, result, batch, outputs)
+
+        module.training_step = training_step  # type: ignore[method-assign]
+
+    def _weigh(self, module: pl.LightningModule, result: Any, batch: Any, outputs: list[_Output]) -> Any:
+        if result is None:
+            return None  # the step is skipped
+        given = result if isinstance(result, Mapping) else {"loss": result}
+        try:
+            losses = _losses(module, given, batch, outputs, self.tokens)
+        except TypeError as error:
+            names = ", ".join(dict.fromkeys(self.clients.values()))
+            raise PolicyError(f"{names} failed at step {module.trainer.global_step}: {error}") from error
+        weights = [w for w in [client(losses, batch) for client in list(self.clients)] if w is not None]
+        if not weights:
+            return result
+        factor_B = _factors(torch.stack(weights).prod(0), losses.tokens_B, module.trainer)
+        if factor_B is None:
+            return result
+        loss = _weighted(module, given, losses, factor_B, outputs)
+        return {**result, "loss": loss} if isinstance(result, Mapping) else loss
+
+
+def _factors(weights_B: Tensor, tokens_B: Tensor, trainer: pl.Trainer) -> Tensor | None:
+    """Return each sample's weight over the mean weight of a token, over all ranks; None where all weights are equal (or none counts)."""
+    all_G, tokens_G = gather_rows(weights_B, trainer), gather_rows(tokens_B, trainer)
+    mean = (all_G * tokens_G).sum() / tokens_G.sum().clamp(min=1)
+    if bool((all_G == all_G[0]).all()) or mean == 0:
+        return None
+    return (weights_B / mean).detach()
+
+
+def _weighted(module: pl.LightningModule, given: Mapping[str, Any], losses: StepLosses, factor_B: Tensor, outputs: list[_Output]) -> Tensor:
+    """Return sum of factor x token losses over the tokens: by the graph of the sample losses, else by scaling the logits' gradient.
+
+    The factors' mean over tokens is 1, so scaling each sample's part of the gradient keeps the module's own way of averaging (over
+    devices, over an
+    accumulation window) and whatever else it adds to the loss.
+    """
+    sums_B = given.get("sample_losses")
+    if isinstance(sums_B, Tensor) and sums_B.requires_grad:
+        return (factor_B * sums_B).sum() / losses.tokens_B.sum().clamp(min=1)
+    logits = given.get("logits") if not outputs else _one_call(module, outputs).logits
+    if logits is None:
+        raise PolicyError(
+            f"{type(module).__name__} returns `sample_losses` without their graph, so they cannot be weighted.\n{WHAT_TO_RETURN}"
+        )
+    logits.register_hook(lambda gradient: gradient * factor_B.to(gradient.dtype).view(-1, *[1] * (gradient.dim() - 1)))
+    loss, total = given["loss"], losses.sums_B.sum()
+    change = (factor_B * losses.sums_B).sum() / torch.where(total == 0, 1, total) - 1
+    return loss + (loss.detach() * change).to(loss.dtype)
+
+
+def _losses(module: pl.LightningModule, given: Mapping[str, Any], batch: Any, outputs: list[_Output], tokens: bool) -> StepLosses:
+    """Find the losses of the samples in what the step returned, or in what its model answered."""
+    sums_B = given.get("sample_losses")
+    outputs[:] = [o for o in outputs if o.logits is not None and o.logits.requires_grad]
+    logits = given.get("logits")
+    logits = logits if isinstance(logits, Tensor) and logits.requires_grad else None
+    if isinstance(sums_B, Tensor) and not (tokens and (outputs or logits is not None)):
+        counts_B = given.get("sample_tokens", torch.ones_like(sums_B))
+        return StepLosses(sums_B.detach().float().unsqueeze(1), counts_B.detach().float().unsqueeze(1))
+    if outputs:
+        return _losses_of_model(module, _one_call(module, outputs), batch)
+    if logits is not None:
+        labels = given.get("labels", batch["labels"] if isinstance(batch, Mapping) else batch[1])
+        return _losses_like(given["loss"], logits, labels)
+    raise TypeError(f"The losses of single samples are not known in {type(module).__name__}.training_step.\n{WHAT_TO_RETURN}")
+
+
+def _one_call(module: pl.LightningModule, outputs: list[_Output]) -> _Output:
+    if len(outputs) > 1:
+        raise TypeError(
+            f"{type(module).__name__}.training_step calls its model {len(outputs)} times, so it is not known which call's losses are "
+            f"meant.\n{WHAT_TO_RETURN}"
+        )
+    return outputs[0]
+
+
+def _losses_of_model(module: pl.LightningModule, output: _Output, batch: Any) -> StepLosses:
+    model, logits = find_model(module), output.logits
+    assert model is not None
+    assert logits is not None
+    labels = labels_of(batch) if output.labels is None else output.labels
+    task = task_of(model)
+    if task == "classification":
+        losses_B = classification_losses(logits.detach(), labels, base_of(model).config.problem_type)
+        return StepLosses(losses_B.unsqueeze(1), torch.ones_like(losses_B).unsqueeze(1))
+    losses_BT, valid_BT = token_losses_from_logits(logits.detach(), labels, shift=task == "next_token")
+    return StepLosses(losses_BT, valid_BT.float())
+
+
+def _losses_like(loss: Tensor, logits: Tensor, labels: Tensor) -> StepLosses:
+    """Return the cross-entropies whose mean is ``loss``: of classes, of tokens, or of next tokens."""
+    tried = []
+    logits, mean_loss = logits.detach().float(), loss.detach().float()
+    for shift in (False, True):
+        if shift and (logits.dim() < 3 or labels.dim() < 2):
+            continue
+        out, wanted = (logits[:, :-1], labels[:, 1:]) if shift else (logits, labels)
+        if out.shape[:-1] != wanted.shape:
+            continue
+        each = F.cross_entropy(out.flatten(0, -2), wanted.flatten(), reduction="none", ignore_index=-100).view(len(labels), -1)
+        counts = (wanted != -100).float().view(len(labels), -1)
+        mean = each.sum() / counts.sum().clamp(min=1)
+        tried.append(float(mean))
+        if torch.isclose(mean, mean_loss, rtol=2e-2):  # the module may have computed it in BF16, with 8 bits
+            return StepLosses(each, counts)
+    raise TypeError(
+        f"The step's loss is {float(mean_loss):.6g}, but its `logits` {tuple(logits.shape)} and the batch's labels "
+        f"{tuple(labels.shape)} give "
+        f"{' or '.join(f'{t:.6g}' for t in tried) or 'nothing'} as cross-entropy.\n{WHAT_TO_RETURN}"
+    )
+
+
+@contextmanager
+def _watch_model(module: pl.LightningModule) -> Iterator[list[_Output]]:
+    """Note each call of the module's Hugging Face model."""
+    outputs: list[_Output] = []
+    model = find_model(module)
+    if model is None:
+        yield outputs
+        return
+
+    def note(_: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
+        outputs.append(_Output(kwargs.get("labels"), logits))
+
+    handle = model.register_forward_hook(note, with_kwargs=True)
+    try:
+        yield outputs
+    finally:
+        handle.remove()
