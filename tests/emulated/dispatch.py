@@ -32,6 +32,13 @@ def _is_composite(func: Any) -> bool:
     return has_kernel(func.name(), "CompositeImplicitAutograd") and not has_kernel(func.name(), "CPU")
 
 
+@cache
+def _is_view(func: Any) -> bool:
+    schema = func._schema
+    returns_views = bool(schema.returns) and all(output.alias_info is not None for output in schema.returns)
+    return returns_views and not schema.is_mutable and str(schema.arguments[0].type) == "Tensor"
+
+
 def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Runs one operator; `__torch_dispatch__` of every emu tensor, and the kernel behind `torch.empty(..., device="emu")`."""
     name = func._schema.name
@@ -42,6 +49,9 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     with on_raw_memory():
         if name in HANDLERS:
             return HANDLERS[name](func, *args, **kwargs)
+        if _is_view(func) and isinstance(args[0], EmulatedTensor):
+            block = args[0].block
+            return tree_map(lambda raw: EmulatedTensor(raw, block), func(args[0].raw, *args[1:], **kwargs))
         device = kwargs.get("device")
         kwargs = {key: value for key, value in kwargs.items() if key not in ("device", "pin_memory")}
         call = Call(func, args, kwargs)
