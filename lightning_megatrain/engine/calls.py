@@ -6,21 +6,15 @@ layer to layer in one): what the layer puts into it leaves the layer as a furthe
 
 from collections import UserDict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-_TENSOR = object()
+from lightning_megatrain.engine.hugging_face import PrivateCache
 
-
-@dataclass(frozen=True)
-class _Input:
-    """Stands where the layer returned one of its own input tensors."""
-
-    index: int
+_TENSOR = object()  # stands where a tensor was
 
 
 class _Opened(dict[Any, Any]):
@@ -67,7 +61,8 @@ class Arguments:
     def rebuilt(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with `tensors` in the place of their own, in new containers."""
         given = iter(tensors)
-        values = pytree.tree_unflatten([next(given) if leaf is _TENSOR else leaf for leaf in self._constants], self._spec)
+        leaves = [next(given) if leaf is _TENSOR else leaf.new() if isinstance(leaf, PrivateCache) else leaf for leaf in self._constants]
+        values = pytree.tree_unflatten(leaves, self._spec)
         return tuple(values[: self._positional]), dict(zip(self._keys, values[self._positional :], strict=True))
 
     def changes(self, layer: str, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[Tensor]) -> list[tuple[int, Any, Any]]:
@@ -76,12 +71,14 @@ class Arguments:
         Raises:
             RuntimeError: The layer took something out of a container, or changed one that lies inside another argument.
         """
-        given = self.rebuilt(tensors)
-        before, after = (*given[0], *given[1].values()), (*args, *kwargs.values())
+        given = iter(tensors)
+        before = pytree.tree_unflatten([next(given) if leaf is _TENSOR else leaf for leaf in self._constants], self._spec)
+        after = (*args, *kwargs.values())
         found: list[tuple[int, Any, Any]] = []
         for index, (old, new) in enumerate(zip(before, after, strict=True)):
             changes = list(_container_changes(old, new))
-            if any(kind == "removed" for kind, _, _ in changes) or (not changes and not _same_leaves(old, new)):
+            compared = isinstance(old, dict | UserDict | list | PrivateCache)
+            if any(kind == "removed" for kind, _, _ in changes) or (not compared and not _same_leaves(old, new)):
                 raise RuntimeError(
                     f"Streamed layer {layer!r} took something out of, or changed inside, a container it was given as argument {index}. "
                     "Backward runs the layer again and could not give it the same argument. Return the new value instead, or keep the "
@@ -127,28 +124,30 @@ def _same_leaves(old: Any, new: Any) -> bool:
 class Results:
     """What one call returned: its distinct tensors, and how to put the whole together from others in their place."""
 
-    def __init__(self, value: Any, inputs: Sequence[Tensor]) -> None:
+    def __init__(self, value: Any) -> None:
         leaves, self._spec = pytree.tree_flatten(value)
-        input_index = {id(tensor): index for index, tensor in enumerate(inputs)}
         self.tensors: list[Tensor] = []
         known: dict[int, int] = {}
-        self._leaves: list[Any] = []
+        self._leaves: list[tuple[int | None, Any]] = []
         for leaf in leaves:
             if not isinstance(leaf, Tensor):
-                self._leaves.append(leaf)
-            elif id(leaf) in input_index:
-                self._leaves.append(_Input(input_index[id(leaf)]))
-            else:
-                if id(leaf) not in known:
-                    known[id(leaf)] = len(self.tensors)
-                    self.tensors.append(leaf)
-                self._leaves.append((_TENSOR, known[id(leaf)]))
-
+                self._leaves.append((None, leaf))
+                continue
+            if id(leaf) not in known:
+                known[id(leaf)] = len(self.tensors)
+                self.tensors.append(leaf)
+            self._leaves.append((known[id(leaf)], None))
         self._made = [(tensor.shape, tensor.dtype) for tensor in self.tensors]
 
     def drop_tensors(self) -> None:
         """Lets go of the tensors, and of the graph they hang in; the structure remains."""
         self.tensors = []
+
+    def rebuilt(self, outputs: Sequence[Tensor]) -> Any:
+        """The returned value with `outputs` in the place of its tensors; the structure is let go of, as constants in it may be large."""
+        leaves = [constant if index is None else outputs[index] for index, constant in self._leaves]
+        self._leaves = []
+        return pytree.tree_unflatten(leaves, self._spec)
 
     def check_same(self, again: "Results", layer: str) -> None:
         """Raises RuntimeError if a second run returned tensors of other shapes or dtypes, or another number of them."""
@@ -157,18 +156,6 @@ class Results:
                 f"Streamed layer {layer!r} returned {_listed(again._made)} when backward ran it again, but {_listed(self._made)} in "
                 f"forward: it depends on something that changed in between. Keep the layer on the device with resident=[{layer!r}]."
             )
-
-    def rebuilt(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Any:
-        """The returned value with `outputs` in the place of its tensors, and the caller's own `inputs` where it returned those."""
-        leaves = [
-            inputs[leaf.index]
-            if isinstance(leaf, _Input)
-            else outputs[leaf[1]]
-            if isinstance(leaf, tuple) and leaf and leaf[0] is _TENSOR
-            else leaf
-            for leaf in self._leaves
-        ]
-        return pytree.tree_unflatten(leaves, self._spec)
 
 
 def _listed(made: Sequence[tuple[torch.Size, torch.dtype]]) -> str:

@@ -85,9 +85,8 @@ class Gradients:
             more_to_come: Whether the layer ran more than once. As in autograd, the gradients of one backward are then summed with each
                 other before they are added to what `.grad` holds from earlier ones.
         """
-        for parameter, _ in gradients:
-            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks or (more_to_come and parameter.grad is not None):
-                self._sums.setdefault(parameter, None)
+        if more_to_come:
+            self._sums |= {parameter: self._sums.get(parameter) for parameter, _ in gradients}
         if self._lanes.in_host_memory:
             for parameter, gradient in gradients:
                 self._arrive(parameter, gradient, owned=True)
@@ -176,7 +175,7 @@ class Gradients:
                 _accumulate(parameter, gradient, owned)
 
     def _complete(self) -> None:
-        """Waits for everything on the way; the outermost backward then runs the hooks of parameters that have some."""
+        """Waits for everything on the way; the outermost backward then accumulates what was summed over it."""
         for transfer in self._on_the_way:
             self._finish(transfer)
         self._on_the_way.clear()
@@ -185,14 +184,8 @@ class Gradients:
         sums, self._sums = self._sums, {}
         with torch.no_grad():
             for parameter, gradient in sums.items():
-                if gradient is None:
-                    continue
-                for hook in list((parameter._backward_hooks or {}).values()):
-                    changed = hook(gradient)
-                    gradient = gradient if changed is None else changed
-                _accumulate(parameter, gradient, owned=True)
-                for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
-                    hook(parameter)
+                if gradient is not None:
+                    _accumulate(parameter, gradient, owned=True)
 
     def abandon(self) -> None:
         """Drops what a failed backward left on the way."""
@@ -205,6 +198,11 @@ class Gradients:
         self._sums.clear()
         self._parts.clear()
         self._tasks.clear()
+
+
+def has_hooks(parameter: Parameter) -> bool:
+    """Whether someone listens to the parameter's gradient; autograd must then be given it, on the host, and waited for."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 def _accumulate(parameter: Parameter, gradient: Tensor, owned: bool) -> None:

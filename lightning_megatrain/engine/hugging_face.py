@@ -1,5 +1,6 @@
 """What the engine must know of Hugging Face transformers; does nothing where it was never imported."""
 
+import copy
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,44 +24,69 @@ def checkpointed_modules(root: nn.Module) -> list[str]:
     return [name for name, module in root.named_modules() if getattr(module, "gradient_checkpointing", False) is True]
 
 
-def without_caches(module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Takes key-value caches out of the arguments of a layer that will be recomputed, as activation checkpointing does.
+def private_caches(module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Replaces key-value caches among the arguments of a layer that will be recomputed by empty ones of its own.
 
-    A recompute would append to the cache a second time, and in training nothing reads it.
+    In training nothing reads the cache, but the layer writes it, and the recompute would write it a second time. Leaving it out altogether
+    would change results in the last bit: what comes out of a cache is contiguous, and kernels choose by strides.
 
     Raises:
-        ValueError: The cache already holds keys and values: the layer would attend to them, so dropping it would change the result.
+        ValueError: The cache already holds keys and values of this layer, which would attend to them.
     """
     caches = sys.modules.get("transformers.cache_utils")
     if caches is None or getattr(module, "_can_checkpoint_with_cache", False):
         return args, kwargs
+    kinds = (caches.Cache, caches.EncoderDecoderCache)
 
-    def dropped(value: Any) -> Any:
-        if not isinstance(value, caches.Cache):
+    def private(value: Any) -> Any:
+        if not isinstance(value, kinds):
             return value
-        if _layer_holds_states(value, module):
+        cache = PrivateCache(value, module)
+        if cache.holds_states():
             raise ValueError(
                 f"Layer {name!r} was given a {type(value).__name__} that already holds keys and values while gradients are wanted. A "
                 "streamed layer is recomputed in backward, which would append to it twice. Run that forward under torch.no_grad(), or pass "
                 "the prefix as inputs."
             )
-        return None
+        return cache
 
-    kwargs = {key: dropped(value) for key, value in kwargs.items()}
-    if kwargs.get("use_cache"):
-        kwargs["use_cache"] = False
-    return tuple(dropped(value) for value in args), kwargs
+    return tuple(private(value) for value in args), {key: private(value) for key, value in kwargs.items()}
 
 
-def _layer_holds_states(cache: Any, module: nn.Module) -> bool:
-    """Whether `cache` holds states of this layer; other layers may have written theirs in this very call."""
-    indices = {index for child in module.modules() if isinstance(index := getattr(child, "layer_idx", None), int)}
-    return any(
-        bool(getattr(layer, "is_initialized", False)) and getattr(layer, "keys", None) is not None and layer.keys.numel() > 0
-        for part in (getattr(cache, "self_attention_cache", cache), getattr(cache, "cross_attention_cache", None))
-        for index, layer in enumerate(getattr(part, "layers", ()))
-        if not indices or index in indices
-    )
+class PrivateCache:
+    """Makes empty caches like one that was given to a layer."""
+
+    def __init__(self, cache: Any, module: nn.Module) -> None:
+        self._indices = {index for child in module.modules() if isinstance(index := getattr(child, "layer_idx", None), int)}
+        self._empty = self._copy(cache)
+
+    def new(self) -> Any:
+        """Returns a new empty cache."""
+        return self._copy(self._empty)
+
+    def holds_states(self) -> bool:
+        """Whether the cache holds states of this layer; other layers may have written theirs in this very call."""
+        parts = (getattr(self._empty, "self_attention_cache", self._empty), getattr(self._empty, "cross_attention_cache", None))
+        return any(_initialized(layer) for part in parts for index, layer in enumerate(getattr(part, "layers", ())) if self._ours(index))
+
+    def _ours(self, index: int) -> bool:
+        return not self._indices or index in self._indices
+
+    def _copy(self, cache: Any) -> Any:
+        """A shallow copy whose parts for this layer can be written without anyone else seeing it."""
+        new = copy.copy(cache)
+        for part in ("self_attention_cache", "cross_attention_cache"):
+            if hasattr(cache, part):
+                setattr(new, part, self._copy(getattr(cache, part)))
+        if hasattr(cache, "is_updated"):
+            new.is_updated = dict(cache.is_updated)
+        if isinstance(getattr(cache, "layers", None), list):
+            new.layers = [copy.copy(layer) if self._ours(index) else layer for index, layer in enumerate(cache.layers)]
+        return new
+
+
+def _initialized(layer: Any) -> bool:
+    return bool(getattr(layer, "is_initialized", False)) and getattr(layer, "keys", None) is not None and layer.keys.numel() > 0
 
 
 def _collector() -> Any:

@@ -7,6 +7,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 from torch.nn import Parameter
+from torch.nn.utils.parametrize import type_before_parametrizations
 
 from lightning_megatrain.engine import hugging_face
 
@@ -39,11 +40,7 @@ def find_layers(root: nn.Module, stream: Sequence[str] | None = None, resident: 
         ValueError: A pattern matched nothing, or nothing is left to stream.
     """
     kept = _matching(root, resident, "resident") if resident else {}
-    if stream:
-        candidates = _matching(root, stream, "layers")
-    else:
-        candidates = _like_blocks(root)
-        candidates = {**candidates, **hugging_face.recomputable_layers(root)} if hugging_face.recomputable_layers(root) else candidates
+    candidates = _matching(root, stream, "layers") if stream else hugging_face.recomputable_layers(root) or _like_blocks(root)
     candidates = {name: module for name, module in candidates.items() if not _inside(name, kept) and name != ""}
     streamed = {name: module for name, module in _in_order(root, _outermost(candidates)) if _owns_parameters(module)}
     owners = _owners(root, streamed)
@@ -65,10 +62,10 @@ def _matching(root: nn.Module, patterns: Iterable[str], argument: str) -> dict[s
         matches = {
             name: module
             for name, module in root.named_modules()
-            if type(module).__name__ == pattern or (name and fnmatchcase(name, pattern))
+            if type_before_parametrizations(module).__name__ == pattern or (name and fnmatchcase(name, pattern))
         }
         if not matches:
-            classes = sorted({type(module).__name__ for module in root.modules()})
+            classes = sorted({type_before_parametrizations(module).__name__ for module in root.modules()})
             raise ValueError(
                 f"{argument}={pattern!r} names no module of {type(root).__name__}. Its modules are of the classes {', '.join(classes)}."
             )
@@ -85,7 +82,7 @@ def _like_blocks(root: nn.Module) -> dict[str, nn.Module]:
         by_class: dict[type, dict[str, nn.Module]] = defaultdict(dict)
         for name, child in module._modules.items():
             if child is not None and _owns_parameters(child):
-                by_class[type(child)][f"{path}.{name}" if path else name] = child
+                by_class[type_before_parametrizations(child)][f"{path}.{name}" if path else name] = child
         for blocks in by_class.values():
             if len(blocks) > 1:
                 found.update(blocks)

@@ -11,7 +11,7 @@ from torch.nn import Parameter
 
 from lightning_megatrain.engine.accounting import Accounting, Holding
 from lightning_megatrain.engine.autograd import will_accumulate
-from lightning_megatrain.engine.gradients import Gradients
+from lightning_megatrain.engine.gradients import Gradients, has_hooks
 from lightning_megatrain.engine.lanes import Event, Lanes
 from lightning_megatrain.engine.placement import Place, place, places_of
 
@@ -28,12 +28,15 @@ class _Bind(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         residents: Residents = ctx.residents
         node = ctx.next_functions[-1][0]
-        if will_accumulate(node, ctx.name) and ctx.parameter.requires_grad:
-            residents.gradients.expect(residents.on_backward_end)
-            residents.gradients.deliver([(ctx.parameter, gradient)])
+        if not (will_accumulate(node, ctx.name) and ctx.parameter.requires_grad):
+            return None, None, None, None
+        residents.gradients.expect(residents.on_backward_end)
+        if has_hooks(ctx.parameter):
+            return None, None, None, gradient.to(ctx.parameter.device, ctx.parameter.dtype)
+        residents.gradients.deliver([(ctx.parameter, gradient)])
         return None, None, None, None
 
 

@@ -147,7 +147,8 @@ class Stream:
         if self._lanes.in_host_memory:
             slot.weights = sources
         else:
-            slot.weights = layer.views(self._room(slot))
+            with torch.inference_mode(False):  # what is made in inference mode could not be used in training
+                slot.weights = layer.views(self._room(slot))
             assert slot.released is not None
             self._lanes.weights.wait(slot.released, "slot released")
             for weight, source in zip(slot.weights, sources, strict=True):
@@ -163,8 +164,7 @@ class Stream:
         if slot.buffer is None or slot.buffer.nbytes != nbytes:
             self.settle()  # the old buffer must not be freed under a load that is still running
             slot.buffer, slot.weights, slot.holding = None, (), None
-            with torch.inference_mode(False):  # a buffer made in inference mode could not be used in training
-                slot.buffer = self._lanes.allocate(nbytes)
+            slot.buffer = self._lanes.allocate(nbytes)
             slot.holding = self._accounting.hold("slots", [slot.buffer])
             slot.released = self._lanes.compute.record()
         return slot.buffer

@@ -15,6 +15,7 @@ from lightning_megatrain.engine.autograd import will_accumulate
 from lightning_megatrain.engine.buffers import BufferPlace
 from lightning_megatrain.engine.calls import Arguments, Results
 from lightning_megatrain.engine.casts import CastWatch, casting
+from lightning_megatrain.engine.gradients import has_hooks
 from lightning_megatrain.engine.host import HostLayer, Stamp
 from lightning_megatrain.engine.passes import _PASS, Pass
 from lightning_megatrain.engine.placement import placed
@@ -28,14 +29,14 @@ def run_layer(engine: "Engine", layer: HostLayer, args: tuple[Any, ...], kwargs:
     """Runs a streamed layer: what its `forward` is while the engine is installed."""
     if not torch.is_grad_enabled():
         return _run_without_graph(engine, layer, args, kwargs)
-    arguments = Arguments(*hugging_face.without_caches(layer.module, layer.name, args, kwargs))
+    arguments = Arguments(*hugging_face.private_caches(layer.module, layer.name, args, kwargs))
     borrowed = [container[key] for (container, key), *_ in layer.borrowed]
     inputs = [*arguments.tensors, *borrowed]
     if not any(tensor.requires_grad for tensor in (*inputs, *layer.parameters)):
         return _run_without_graph(engine, layer, args, kwargs)
     call = _Call(engine, layer, arguments, len(inputs))
     outputs = _StreamedLayer.apply(call, *inputs, *layer.parameters)
-    return call.returned(outputs, inputs)
+    return call.returned(outputs)
 
 
 def _run_without_graph(engine: "Engine", layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -48,7 +49,7 @@ def _run_without_graph(engine: "Engine", layer: HostLayer, args: tuple[Any, ...]
         with placed(layer.places, weights), _watch_casts(engine, layer, weights):
             output = layer.forward(*args, **kwargs)
     if torch.is_grad_enabled():
-        _refuse_captured(layer, [t for t in Results(output, ()).tensors if t.requires_grad], (), -1)
+        _refuse_captured(layer, [t for t in Results(output).tensors if t.requires_grad], (), -1)
     return output
 
 
@@ -77,7 +78,7 @@ class _Call:
         ):
             output = self.layer.forward(*args, **kwargs)
         changes = self.arguments.changes(self.layer.name, args, kwargs, tensors)
-        return Results((output, changes, collected), inputs)
+        return Results((output, changes, collected))
 
     def run_again(self, inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> Results:
         """Runs the layer in backward, from the random state and the buffers that its forward started from."""
@@ -100,10 +101,10 @@ class _Call:
     def __del__(self) -> None:
         self.outstanding(False)
 
-    def returned(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Any:
+    def returned(self, outputs: Sequence[Tensor]) -> Any:
         """The layer's output made of `outputs`; what it recorded and what it put into containers goes where it belongs."""
         assert self.results is not None
-        output, changes, collected = self.results.rebuilt(outputs, inputs)
+        output, changes, collected = self.results.rebuilt(outputs)
         self.arguments.apply_changes(changes)
         for key, values in collected.items():
             assert self.collector is not None
@@ -115,7 +116,7 @@ class _StreamedLayer(torch.autograd.Function):
     """Forward keeps only the inputs; backward brings the weights in again, runs the layer again, and differentiates it.
 
     The host parameters are inputs, so that autograd decides what requires grad. Their gradients are accumulated here, where autograd would
-    have, and None is returned for them.
+    have, and None is returned for them; only those that someone hooked are returned, on the host.
     """
 
     @staticmethod
@@ -186,10 +187,11 @@ class _StreamedLayer(torch.autograd.Function):
             del results, pairs
         call.outstanding(False)
         arrived = [(parameter, weight.grad) for parameter, weight in zip(parameters, weights, strict=True) if weight.grad is not None]
-        engine.gradients.deliver(arrived, more_to_come=layer.outstanding > 0)
+        engine.gradients.deliver([(p, grad) for p, grad in arrived if not has_hooks(p)], more_to_come=layer.outstanding > 0)
+        returned = {p: grad.to(p.device, p.dtype) for p, grad in arrived if has_hooks(p)}
         if call.saved is not None:
             call.saved.release()
-        return (None, *[leaf.grad for leaf in inputs], *[None] * len(parameters))
+        return (None, *[leaf.grad for leaf in inputs], *[returned.get(parameter) for parameter in parameters])
 
 
 def _node() -> Node:
