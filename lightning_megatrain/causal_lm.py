@@ -184,7 +184,7 @@ class CausalLM(L.LightningModule):
         self._clock = now  # the wait for the next batch counts, a validation in between does not
         if self._window_ends():
             for name, tokens in zip(("tokens_per_second", "trained_tokens_per_second"), self._tokens, strict=True):
-                self.log(name, self.trainer.world_size * tokens / max(self._seconds, 1e-9), prog_bar=name == "tokens_per_second")
+                self.log(name, self.trainer.world_size * tokens / max(self._seconds, 1e-9))
             self._seconds, self._tokens = 0.0, [0, 0]
 
     @override
@@ -302,8 +302,9 @@ class CausalLM(L.LightningModule):
             self._log_loss(stage, "", float(overall[0] / overall[1]))
 
     def _log_loss(self, stage: str, suffix: str, loss: float) -> None:
-        self.log(f"{stage}_loss{suffix}", loss, prog_bar=not suffix)
-        self.log(f"{stage}_perplexity{suffix}", _perplexity(loss), prog_bar=bool(suffix))
+        self.log(f"{stage}_loss{suffix}", loss)
+        # On the progress bar each domain where there are few, else the mixture.
+        self.log(f"{stage}_perplexity{suffix}", _perplexity(loss), prog_bar=bool(suffix) == (1 < len(self._evaluated) <= 4))
 
     def _rate(self, step: int) -> float:
         """Learning rate of a step, counted from 0, as a share of the peak."""

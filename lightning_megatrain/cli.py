@@ -25,7 +25,7 @@ import lightning_megatrain.datamodules  # noqa: F401
 
 # What is no Trainer method: the module whose `main(arguments)` runs, and its line in the help.
 COMMANDS = {
-    "export": ("lightning_megatrain.export", "Write a checkpoint as a folder that transformers loads."),
+    "export": ("lightning_megatrain.export", "write a checkpoint as a folder that transformers loads"),
 }
 
 
@@ -38,11 +38,14 @@ class MegaTrainCLI(LightningCLI):
 
     def __init__(self, args: ArgsType = None, **kwargs: Any) -> None:
         defaults = {"strategy": "megatrain"} if "megatrain" in StrategyRegistry else {}
-        others = "\n".join(f"  {name}: {line}" for name, (_, line) in COMMANDS.items())
+        others = ", ".join(f"{name} ({line})" for name, (_, line) in COMMANDS.items())
         kwargs = {
             "trainer_defaults": defaults,
             "save_config_kwargs": {"overwrite": True},
-            "parser_kwargs": {"description": f"Train, validate, test and predict from a config file.\nFurther commands:\n{others}"},
+            "parser_kwargs": {
+                "prog": "lightning-megatrain",
+                "description": f"Train, validate, test and predict from a config file. Further commands: {others}.",
+            },
             **kwargs,
         }
         super().__init__(args=args, **kwargs)
