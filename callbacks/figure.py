@@ -18,7 +18,7 @@ def draw_history(history: Sequence[tuple[int, Mapping[str, float]]], title: str,
         path: Where the PNG goes. Without matplotlib nothing is drawn, and a line says so.
     """
     if importlib.util.find_spec("matplotlib") is None:
-        rank_zero_info(f"{title}: no figure, as matplotlib is not installed (`pip install matplotlib`).")
+        rank_zero_info(f"{title}: no figure, as matplotlib is not installed (`pip install 'lightning-megatrain[plots]'`).")
         return
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

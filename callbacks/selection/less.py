@@ -88,7 +88,7 @@ class LESS(SelectionPolicy):
         find_target(self.target, trainer)  # refuse a target that is not there before training
 
     @override
-    def observe(self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, batch: Any) -> None:
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
         self._rates.append(float(trainer.optimizers[0].param_groups[0]["lr"]))
 
     @override
