@@ -1,0 +1,274 @@
+"""LossReweighting, and weights in the training loss of any module."""
+
+import math
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_megatrain.callbacks import LossReweighting, PolicyError, ReweightingPolicy
+from lightning_megatrain.callbacks.reweighting.loss import shape_of
+from lightning_megatrain.callbacks.training_losses import StepLosses
+from lightning_megatrain.model_ops import compute_sample_losses
+from tests.callbacks.modules import Linear, Llama, Sentences, fit, points, sentences, weights
+
+LOSSES = torch.tensor([1.0, 2.0, 3.0, 4.0])
+
+
+def softmax_of(strategy, losses=LOSSES, delta=1.0, temperature=1.0):
+    return torch.softmax(shape_of(losses, losses, strategy, delta) / temperature, 0)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "expected"),
+    [
+        ("linupper", [0.1193, 0.2323, 0.3242, 0.3242]),
+        ("quadratic", [0.1457, 0.3543, 0.3543, 0.1457]),
+        ("extremes", [0.3304, 0.1696, 0.1696, 0.3304]),
+        ("uniform", [0.25, 0.25, 0.25, 0.25]),
+        ("published uniform", [0.0714, 0.1391, 0.2709, 0.5276]),
+    ],
+)
+def test_weights_of_losses_1_to_4(strategy, expected):
+    """B18: the published `uniform` is a softmax of the losses; ours is uniform unless `variant="dataflex"`."""
+    h = torch.tensor([-1, -1 / 3, 1 / 3, 1])
+    by_hand = {"published uniform": h, "linupper": (h + 1).clamp(max=1)}.get(strategy)
+    if by_hand is not None:
+        torch.testing.assert_close(softmax_of(strategy), torch.softmax(by_hand, 0))
+    if strategy != "published uniform":
+        torch.testing.assert_close(softmax_of(strategy), torch.tensor(expected), rtol=0, atol=1e-4)  # four digits were written down
+
+
+@given(
+    st.lists(st.floats(0, 50), min_size=2, max_size=8),
+    st.sampled_from(["linupper", "quadratic", "extremes", "uniform", "published uniform"]),
+    st.floats(0.1, 3),
+    st.floats(0.01, 10),
+)
+def test_weights_are_on_the_simplex_whatever_the_losses_scale_and_shift(losses, strategy, delta, temperature):
+    losses = torch.tensor(losses, dtype=torch.float64)
+    w = softmax_of(strategy, losses, delta, temperature)
+    assert torch.isfinite(w).all()
+    assert abs(w.sum() - 1) < 1e-9
+    if losses.max() - losses.min() > 1e-3:
+        # h divides by the range, which loses digits when it is small beside the losses: 50 / 1e-3 of 1e-16, over a temperature of 0.01
+        torch.testing.assert_close(softmax_of(strategy, 3 * losses + 1, delta, temperature), w, rtol=1e-6, atol=1e-9)
+    order = torch.arange(len(losses) - 1, -1, -1)
+    torch.testing.assert_close(softmax_of(strategy, losses[order], delta, temperature), w[order])
+
+
+def test_equal_losses_get_equal_weights():
+    for strategy in ("linupper", "quadratic", "extremes", "published uniform"):
+        assert softmax_of(strategy, torch.full((3,), 2.5)).tolist() == pytest.approx([1 / 3] * 3)
+
+
+class Fixed(ReweightingPolicy):
+    """Weights by the sample's index."""
+
+    def __init__(self, table, **policy):
+        super().__init__(**policy)
+        self.table = torch.tensor(table)
+
+    def weigh(self, losses, batch):
+        return self.table[self.loader.last.index]
+
+
+class PerSample(Llama):
+    """Returns sums of token losses with their graph."""
+
+    def training_step(self, batch, batch_idx):
+        logits = self.model(input_ids=batch["input_ids"]).logits[:, :-1]
+        labels = batch["labels"][:, 1:]
+        losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none", ignore_index=-100).view(labels.shape)
+        tokens = (labels != -100).sum(1)
+        return {"loss": losses.sum() / tokens.sum(), "sample_losses": losses.sum(1), "sample_tokens": tokens}
+
+
+class Logits(Llama):
+    """Returns a scalar loss and logits, of a model that is not found by itself."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.parts = torch.nn.ModuleList([torch.nn.Embedding(32, 8), torch.nn.Linear(8, 32)])
+        del self.model
+
+    def training_step(self, batch, batch_idx):
+        logits = self.parts[1](self.parts[0](batch["input_ids"]))
+        loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100)
+        return {"loss": loss, "logits": logits}
+
+
+def by_hand(module, table, batch):
+    """Sum of weight x token losses over the sum of weight x tokens, with its gradient."""
+    batch = torch.utils.data.default_collate([Sentences()[i] for i in batch])
+    if isinstance(module, Logits):
+        logits, labels = module.parts[1](module.parts[0](batch["input_ids"])), batch["labels"]
+    else:
+        logits, labels = module.model(input_ids=batch["input_ids"]).logits[:, :-1], batch["labels"][:, 1:]
+    losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none", ignore_index=-100).view(labels.shape)
+    tokens = (labels != -100).float()
+    loss = (table[:, None] * losses).sum() / (table[:, None] * tokens).sum()
+    return loss, torch.autograd.grad(loss, list(module.parameters()))
+
+
+@pytest.mark.parametrize("kind", [Llama, PerSample, Logits])
+def test_the_loss_is_the_weighted_mean_over_tokens_and_so_is_its_gradient(kind):
+    torch.manual_seed(3)
+    table = torch.rand(16)
+    seen = {}
+
+    class Watched(kind):
+        def on_after_backward(self):
+            seen.setdefault("grads", [p.grad.clone() for p in self.parameters()])
+
+        def on_before_backward(self, loss):
+            seen.setdefault("loss", loss.detach().clone())
+
+    torch.manual_seed(0)
+    module, copy = Watched(), None
+    import copy as copies
+
+    copy = copies.deepcopy(module)
+    fit(module, sentences(shuffle=False), [Fixed(table.tolist())], max_steps=1)
+    loss, grads = by_hand(copy, table[:4], range(4))
+    torch.testing.assert_close(seen["loss"], loss.detach(), rtol=1e-5, atol=1e-6)  # FP32 sums in another order
+    for got, wanted in zip(seen["grads"], grads, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-6)  # the same, through two layers
+
+
+@pytest.mark.parametrize("kind", [Llama, PerSample, Logits, Linear])
+@pytest.mark.parametrize("policy", [lambda: Fixed([2.5] * 24), lambda: LossReweighting("uniform")])
+def test_equal_weights_leave_the_modules_own_loss_untouched(kind, policy):
+    loader = points if kind is Linear else sentences
+
+    def run(policies):
+        torch.manual_seed(0)
+        module = kind()
+        fit(module, loader(), policies, accumulate_grad_batches=2)
+        return weights(module)
+
+    assert torch.equal(run([]), run([policy()]))
+
+
+def test_b2_weights_change_the_loss():
+    """The published DoReMi weights never reached it."""
+
+    def run(table):
+        module = Llama()
+        fit(module, sentences(), [Fixed(table)])
+        return weights(module)
+
+    assert not torch.equal(run([0.99] * 8 + [0.01] * 8), run([0.5] * 16))
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_b5_l6_weights_do_not_change_the_scale_of_the_gradient_at_any_accumulation(accumulate):
+    """A published weighter divided twice, another not at all. Nearly equal weights must give nearly the plain gradient."""
+    norms = []
+    for table in ([1.0] * 16, [1.0, 1.0 + 1e-4] * 8):
+
+        class Watched(Llama):
+            def on_before_optimizer_step(self, optimizer):
+                norms.append(float(torch.cat([p.grad.flatten() for p in self.parameters()]).norm()))
+
+        fit(Watched(), sentences(shuffle=False), [Fixed(table)], max_steps=1, accumulate_grad_batches=accumulate)
+    assert norms[1] == pytest.approx(norms[0], rel=1e-3)
+
+
+def test_two_reweightings_multiply():
+    a, b = torch.rand(16), torch.rand(16)
+    results = []
+    for policies in ([Fixed(a.tolist(), name="a"), Fixed(b.tolist(), name="b")], [Fixed((a * b).tolist())]):
+        module = Llama()
+        fit(module, sentences(), policies)
+        results.append(weights(module))
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)  # the product is rounded elsewhere
+
+
+def test_the_schedule_says_which_steps_are_weighted():
+    policy = Fixed(np.linspace(0.1, 1, 16).tolist(), warmup_steps=1, every_n_steps=2)
+    fit(Llama(), sentences(), [policy], max_epochs=2)
+    assert [step for step, _ in policy.history] == [2, 4, 6, 8]  # told after the second, fourth, sixth and eighth step
+
+
+def test_length_normalisation_weights_tokens_else_samples():
+    losses = StepLosses(torch.tensor([[2.0, 2.0, 2.0], [4.0, 0.0, 0.0]]), torch.tensor([[1.0, 1, 1], [1, 0, 0]]))
+
+    class Trainer:
+        world_size = 1
+
+    for normalised, expected in ((True, [1.0, math.e]), (False, [1 / 3, math.e])):
+        policy = LossReweighting(length_normalised=normalised)
+        policy._trainer = Trainer
+        w = policy.weigh(losses, None)
+        # linupper: h = -1, 1 so f = 0, 1
+        torch.testing.assert_close(w / w[0] * expected[0], torch.tensor(expected))
+
+
+def test_a_batch_of_one_warns():
+    with pytest.warns(UserWarning, match="LossReweighting: a batch of one sample"):
+        fit(Llama(), sentences(batch_size=1), [LossReweighting()], max_steps=2)
+
+
+def test_a_module_that_tells_too_little_is_told_what_to_return():
+    class Scalar(Linear):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch, batch_idx)["loss"]
+
+    with pytest.raises(PolicyError, match=r"LossReweighting failed at step 0(.|\n)*`sample_losses`(.|\n)*`logits`"):
+        fit(Scalar(), points(), [LossReweighting()])
+
+
+def test_logits_that_do_not_give_the_loss_are_refused():
+    class Odd(Logits):
+        def training_step(self, batch, batch_idx):
+            out = super().training_step(batch, batch_idx)
+            return {**out, "loss": 3 * out["loss"]}
+
+    with pytest.raises(PolicyError, match="as cross-entropy"):
+        fit(Odd(), sentences(), [LossReweighting()])
+
+
+def test_weights_that_are_not_numbers_are_refused():
+    with pytest.raises(PolicyError, match="Fixed failed at step 0: `weigh` must return a finite"):
+        fit(Llama(), sentences(), [Fixed([math.nan] * 16)])
+
+
+def test_the_losses_seen_are_those_of_the_samples():
+    seen = []
+
+    class Look(Fixed):
+        def weigh(self, losses, batch):
+            seen.append((losses.means_B.clone(), compute_sample_losses(self.trainer_module, batch).detach()))
+            return super().weigh(losses, batch)
+
+    policy = Look([1.0] * 16)
+    policy.trainer_module = module = Llama()
+    fit(module, sentences(), [policy])
+    for got, wanted in seen:
+        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6)  # sums in another order
+
+
+def test_the_module_is_left_as_it_came():
+    module = Llama()
+    fit(module, sentences(), [LossReweighting()])
+    assert "training_step" not in vars(module)
+    assert not module.model._forward_hooks
+
+
+def test_validation_is_not_weighted():
+    """L8."""
+
+    def run(policies):
+        module = Llama(lr=0.0)
+        trainer = L.Trainer(
+            accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False, callbacks=policies
+        )
+        trainer.fit(module, sentences(), sentences(shuffle=False))
+        return trainer.callback_metrics["val_loss"]
+
+    assert run([]) == run([Fixed(np.linspace(0.1, 1, 16).tolist())])
