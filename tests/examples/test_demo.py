@@ -6,8 +6,8 @@ from lightning_megatrain.datamodules.tokenizers import load_tokenizer
 
 
 def test_the_demo_trains_resumes_exports_and_speaks(repository, tmp_path):
-    """Eight of its 160 steps: everything happens, and the model has begun to learn."""
-    command = [sys.executable, str(repository / "examples" / "demo.py"), "--steps=8"]
+    """Four of its 160 steps: everything happens, and the model has begun to learn."""
+    command = [sys.executable, str(repository / "examples" / "demo.py"), "--steps=4"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "A text by the exported model:\nThe standard " in done.stdout
@@ -18,8 +18,8 @@ def test_the_demo_trains_resumes_exports_and_speaks(repository, tmp_path):
         for path in logs:
             with path.open() as file:
                 found += [float(row[f"val_perplexity/{domain}"]) for row in csv.DictReader(file) if row[f"val_perplexity/{domain}"]]
-        assert len(found) == 8
-        assert found[-1] < 0.7 * found[0], f"the validation perplexity of {domain} falls: {found}"
+        assert len(found) == 4
+        assert found[-1] < 0.9 * found[0], f"the validation perplexity of {domain} falls: {found}"
 
 
 def test_the_smollm2_config_trains_from_a_folder(repository, tmp_path):
