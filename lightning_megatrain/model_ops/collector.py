@@ -1,7 +1,8 @@
 """Collects the features of one batch while backward passes through the layers.
 
-Taps on the outputs of layers see each layer's output gradients as backward reaches it; they are projected at once and let go. No parameter gradient is computed:
-backward runs to a root that every tap is joined to, and to nothing else, so `.grad` is not touched under any strategy.
+Taps on the outputs of layers see each layer's output gradients as backward reaches it; they are projected at once and let go. No parameter
+gradient is computed: backward runs to a root that every tap is joined to, and to nothing else, so `.grad` is not touched under any
+strategy.
 
 Shapes: B samples, K features.
 """
@@ -51,7 +52,8 @@ class Collector:
     def attached(self, module: nn.Module) -> Iterator[None]:
         """Runs its body with taps on the layers."""
         handles = [layer.register_forward_hook(self._on_call, with_kwargs=True, prepend=True) for layer in self.layers]
-        handles += [m.register_forward_pre_hook(self._before_streamed, with_kwargs=True) for m in module.modules() if is_streamed(m)]
+        streamed = [m for m in module.modules() if is_streamed(m) and any(child in self.layers for child in m.modules())]
+        handles += [layer.register_forward_pre_hook(self._before_streamed, with_kwargs=True) for layer in streamed]
         try:
             yield
         finally:
@@ -73,7 +75,8 @@ class Collector:
         torch.autograd.backward(losses_B.sum(), inputs=[self.root])
         if self.awaited:
             raise RuntimeError(
-                f"{len(self.awaited)} layers, `{next(iter(self.awaited.values()))}` among them, ran for their output, but backward never ran them again, so their "
+                f"{len(self.awaited)} layers, `{next(iter(self.awaited.values()))}` among them, ran for their output, but backward never "
+                "ran them again, so their "
                 "gradients are unknown. Does the loss depend on them? If not, leave them out with `parameters=`."
             )
         with torch.no_grad():
@@ -109,7 +112,9 @@ class Collector:
         # A layer without closed form runs again in backward, with the weights it has now.
         weights = {} if is_closed_form(layer) else {n: t.detach() for n, t in (*layer.named_parameters(), *layer.named_buffers())}
         marked = [TENSOR if isinstance(leaf, Tensor) else leaf for leaf in inputs]
-        call = Call(layer, path, list(names), self.batch_size, marked, structure, weights)
+        device = self.features_BK.device.type
+        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        call = Call(layer, path, list(names), self.batch_size, marked, structure, weights, autocast)
         return Tap.on(output, self.root, self.receive, call, [leaf for leaf in inputs if isinstance(leaf, Tensor)])
 
     def receive(self, call: Call, grad_outputs: list[Tensor | None]) -> None:
@@ -142,7 +147,8 @@ class Collector:
         for name, parameter in self.selected.items():
             if edges[id(parameter)] > 0 and (self.uses[name] == 0 or (name in closed and edges[id(parameter)] > self.uses[name])):
                 raise NotImplementedError(
-                    f"`{name}` is used outside a call of the module that owns it (as `F.linear(x, module.weight)` does, or a compiled model), so its gradient for each "
+                    f"`{name}` is used outside a call of the module that owns it (as `F.linear(x, module.weight)` does, or a compiled "
+                    "model), so its gradient for each "
                     "sample is not seen. Call the module instead, or leave the parameter out with `parameters=`."
                 )
 
@@ -160,7 +166,8 @@ def _layers_of(module: nn.Module, selected: dict[str, nn.Parameter]) -> dict[nn.
             continue
         if not is_closed_form(layer) and any(is_streamed(m) for m in layer.modules() if m is not layer):
             raise NotImplementedError(
-                f"`{next(iter(own.values()))}` belongs to `{path}` ({type(layer).__name__}), which holds streamed layers, and its gradient for each sample would need all "
+                f"`{next(iter(own.values()))}` belongs to `{path}` ({type(layer).__name__}), which holds streamed layers, and its "
+                "gradient for each sample would need all "
                 "of them again for every sample. Leave it out with `parameters=`."
             )
         layers[layer] = (path, own)

@@ -1,7 +1,7 @@
 """Where and how a model runs: its device, its precision, and the wrapper its strategy put around it."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
@@ -11,6 +11,8 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+
+from lightning_megatrain.engine import Engine
 
 T = TypeVar("T")
 
@@ -29,9 +31,17 @@ def device_of(module: nn.Module) -> torch.device:
     return next((p.device for p in module.parameters()), torch.device("cpu"))
 
 
+def step_of(module: nn.Module) -> AbstractContextManager[None]:
+    """Returns the engine's step under the megatrain strategy, where all of an operation belongs; elsewhere a context that does nothing."""
+    trainer = trainer_of(module)
+    running = trainer is not None and trainer.state.status == TrainerStatus.RUNNING
+    engine = getattr(trainer.strategy, "engine", None) if trainer is not None and running else None
+    return engine.step() if isinstance(engine, Engine) else nullcontext()
+
+
 @contextmanager
 def precision_of(module: nn.Module) -> Iterator[None]:
-    """Runs its body in the precision of the Trainer that `module` is attached to; outside a Trainer changes nothing (wrap in autocast yourself)."""
+    """Runs its body in the precision of the Trainer that `module` is attached to; outside one changes nothing."""
     trainer = trainer_of(module)
     if trainer is None:
         yield
@@ -47,7 +57,7 @@ def on_device(batch: Any, device: torch.device) -> Any:
 
 
 def through_wrapper(module: nn.Module, call: Callable[[Any], T], batch: Any) -> T:
-    """Returns `call(batch)`, run inside the forward of the module that the strategy wrapped around `module`, where that is what gathers the weights.
+    """Returns `call(batch)`, inside the forward of the strategy's wrapper where that is what gathers the weights.
 
     FSDP and DeepSpeed gather parameters in their own forward. DDP does not, and would expect a backward: it is passed by.
     """
@@ -59,7 +69,7 @@ def through_wrapper(module: nn.Module, call: Callable[[Any], T], batch: Any) -> 
 
     def restore() -> None:
         if patched:
-            module.forward = previous  # type: ignore[method-assign]
+            module.forward = previous
         else:
             vars(module).pop("forward", None)
 
@@ -67,7 +77,7 @@ def through_wrapper(module: nn.Module, call: Callable[[Any], T], batch: Any) -> 
         restore()  # at once: `call` may want the real forward
         return call(inner_batch)
 
-    module.forward = redirected  # type: ignore[method-assign]
+    module.forward = redirected
     try:
         return wrapper(batch)
     finally:

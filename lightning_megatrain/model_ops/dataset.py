@@ -34,20 +34,22 @@ def over_dataset(
 ) -> Any:
     """Returns `operation`'s result for every sample of `dataset`, in the dataset's order, the same on every rank.
 
-    Each rank takes every W-th sample. All ranks run the same number of batches of the same size, repeating a sample where their share is short (or empty) and
-    dropping its result, so collectives inside the model never wait for a rank that has finished. Inside a Trainer, batches pass the module's and datamodule's transfer
-    hooks as training batches do. Leaves no trace: random augmentations of the dataset draw from generators that are put back.
+    Each rank takes every W-th sample. All ranks run the same number of batches of the same size, repeating a sample where their share is
+    short (or empty) and dropping its result, so collectives inside the model never wait for a rank that has finished. Inside a Trainer,
+    batches pass the module's and datamodule's transfer hooks as training batches do. Leaves no trace: random augmentations of the dataset
+    draw from generators that are put back.
 
     Args:
-        operation: `sample_losses`, `embed`, `generate`, `gradient_features`, or a `functools.partial` of one; called as `operation(module, batch)`. It returns a
-            tensor with a row per sample, or a list with an entry per sample.
+        operation: `sample_losses`, `embed`, `generate`, `gradient_features`, or a `functools.partial` of one; called as `operation(module,
+            batch)`. It returns a tensor with a row per sample, or a list with an entry per sample.
         module: as `operation` takes it.
         dataset: map-style, with a length.
         batch_size: samples of one batch on one rank.
         collate_fn: the training loader's. (default: torch's)
         indices: which samples, in this order, without repeats. (default: all)
         num_workers: loader processes. (default: 0)
-        store: holds rows already computed and takes new ones as they come, so that after a crash only the missing ones are computed. For tensors.
+        store: holds rows already computed and takes new ones as they come, so that after a crash only the missing ones are computed. For
+            tensors.
         batches_per_shard: batches between two writes to the store. (default: 16)
         progress: whether rank 0 shows a bar. (default: True)
 
@@ -59,10 +61,15 @@ def over_dataset(
         ValueError: when there is no sample, an index repeats, or the operation returns another number of rows than samples.
     """
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-        raise TypeError(f"over_dataset needs a map-style dataset with a length, but {type(dataset).__name__} is not one. Materialise the samples first: `list(dataset)`.")
+        raise TypeError(
+            f"over_dataset needs a map-style dataset with a length, but {type(dataset).__name__} is not one. Materialise the samples "
+            "first: `list(dataset)`."
+        )
     wanted = list(range(len(dataset))) if indices is None else [int(i) for i in indices]
     if not wanted or len(set(wanted)) != len(wanted):
-        raise ValueError(f"Got {len(wanted)} indices, {len(set(wanted))} different ones, of a dataset of {len(dataset)}: pass at least one, each once.")
+        raise ValueError(
+            f"Got {len(wanted)} indices, {len(set(wanted))} different ones, of a dataset of {len(dataset)}: pass at least one, each once."
+        )
     rows: dict[int, Any] = {} if store is None else _stored(store, wanted)
     todo = [i for i in wanted if i not in rows]
     rank, replicas = _share(module)
@@ -71,12 +78,17 @@ def over_dataset(
     batches = [mine_padded[i : i + batch_size] for i in range(0, len(mine_padded), batch_size)]
     with leave_no_trace(module):
         loaded = _load(module, dataset, batches, todo[0] if todo else 0, collate_fn, num_workers)
-        bar = tqdm(loaded, total=len(batches), desc=_name(operation), disable=not progress or _global_rank() != 0 or not batches, leave=False)
+        bar = tqdm(
+            loaded, total=len(batches), desc=_name(operation), disable=not progress or _global_rank() != 0 or not batches, leave=False
+        )
         pending: list[tuple[list[int], Any]] = []
         for number, (batch_indices, batch) in enumerate(bar, start=1):
             result = operation(module, batch)
             if len(result) != len(batch_indices):
-                raise ValueError(f"{_name(operation)} returned {len(result)} rows for a batch of {len(batch_indices)} samples. Does the collate function drop samples?")
+                raise ValueError(
+                    f"{_name(operation)} returned {len(result)} rows for a batch of {len(batch_indices)} samples. Does the collate "
+                    "function drop samples?"
+                )
             pending.append((batch_indices, result.detach().cpu() if isinstance(result, Tensor) else result))
             if number == len(batches) or (store is not None and number % batches_per_shard == 0):
                 gathered = _gather(pending, device_of(module))
@@ -89,16 +101,25 @@ def over_dataset(
 
 
 def _load(
-    module: nn.Module, dataset: Any, batches: list[list[int]], stand_in: int, collate_fn: Callable[[list[Any]], Any] | None, num_workers: int
+    module: nn.Module,
+    dataset: Any,
+    batches: list[list[int]],
+    stand_in: int,
+    collate_fn: Callable[[list[Any]], Any] | None,
+    num_workers: int,
 ) -> Iterator[tuple[list[int], Any]]:
     trainer = trainer_of(module)
     plan = [[stand_in if i == STAND_IN else i for i in batch] for batch in batches]
     # A generator of its own: a loader draws its workers' seed from the global one.
-    loader = DataLoader(dataset, batch_sampler=plan, collate_fn=collate_fn, num_workers=num_workers, generator=torch.Generator().manual_seed(0))
+    loader = DataLoader(
+        dataset, batch_sampler=plan, collate_fn=collate_fn, num_workers=num_workers, generator=torch.Generator().manual_seed(0)
+    )
     for batch_indices, batch in zip(batches, loader, strict=True):
         if trainer is not None and trainer.lightning_module is module and trainer.state.status == "running":
             batch = trainer.precision_plugin.convert_input(batch)
-            batch = trainer.strategy.batch_to_device(trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0), dataloader_idx=0)
+            batch = trainer.strategy.batch_to_device(
+                trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0), dataloader_idx=0
+            )
         yield batch_indices, batch
 
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lightning_megatrain.model_ops.context import device_of, on_device, precision_of, through_wrapper
+from lightning_megatrain.model_ops.context import device_of, on_device, precision_of, step_of, through_wrapper
 from lightning_megatrain.model_ops.hugging_face import base_of, find_model, forward_arguments
 from lightning_megatrain.model_ops.trace import leave_no_trace
 
@@ -18,15 +18,15 @@ Pooling = Literal["mean", "last_token", "position_weighted"]
 def embed(module: nn.Module, batch: Any, pooling: Pooling = "mean") -> Tensor:
     """Returns one vector per sample, from one batched forward in evaluation mode that leaves no trace.
 
-    The last hidden states of the Hugging Face model (of an encoder-decoder: its encoder's) are pooled over the tokens of the attention mask. The vocabulary head
-    runs for one token at most. A module of another kind defines `compute_embeddings(self, batch) -> (B, H)`, which is also asked first where it
-    exists; `pooling` is then its own affair.
+    The last hidden states of the Hugging Face model (of an encoder-decoder: its encoder's) are pooled over the tokens of the attention
+    mask. The vocabulary head runs for one token at most. A module of another kind defines `compute_embeddings(self, batch) -> (B, H)`,
+    which is also asked first where it exists; `pooling` is then its own affair.
 
     Args:
         module: a LightningModule (inside a Trainer: its device, precision and strategy are used) or any `nn.Module`.
         batch: as the module's collate function makes it, on any device.
-        pooling: `"mean"`; `"last_token"`, of the attention mask, wherever the padding is; or `"position_weighted"`, the mean with weights 1, 2, 3, ... along
-            the sample's own tokens (ADAPT, arXiv 2605.05227: sum of t h_t over sum of t). (default: `"mean"`)
+        pooling: `"mean"`; `"last_token"`, of the attention mask, wherever the padding is; or `"position_weighted"`, the mean with weights
+            1, 2, 3, ... along the sample's own tokens (ADAPT, arXiv 2605.05227: sum of t h_t over sum of t). (default: `"mean"`)
 
     Returns:
         Embeddings (B, H), FP32, detached, on the device that computes.
@@ -52,7 +52,7 @@ def embed(module: nn.Module, batch: Any, pooling: Pooling = "mean") -> Tensor:
             hidden_BTH = _last_hidden_states(model, b)  # type: ignore[arg-type]
         return pool(hidden_BTH, b.get("attention_mask"), pooling)
 
-    with torch.no_grad(), leave_no_trace(module):
+    with torch.no_grad(), leave_no_trace(module), step_of(module):
         return through_wrapper(module, call, on_device(batch, device_of(module)))
 
 
@@ -88,7 +88,8 @@ def _last_hidden_states(model: nn.Module, batch: Any) -> Tensor:
         handle.remove()
     if not seen:
         raise NotImplementedError(
-            f"{type(base).__name__} never called its {type(backbone).__name__}, so its hidden states were not seen. Define `compute_embeddings(self, batch)`."
+            f"{type(base).__name__} never called its {type(backbone).__name__}, so its hidden states were not seen. Define "
+            "`compute_embeddings(self, batch)`."
         )
     return _hidden(seen[0])
 

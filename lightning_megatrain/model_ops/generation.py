@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_megatrain.model_ops.context import device_of, on_device, precision_of, through_wrapper, trainer_of
+from lightning_megatrain.model_ops.context import device_of, on_device, precision_of, step_of, through_wrapper, trainer_of
 from lightning_megatrain.model_ops.hugging_face import IGNORED, base_of, find_model
 from lightning_megatrain.model_ops.trace import leave_no_trace
 
@@ -26,8 +26,9 @@ def generate(
 ) -> list[list[Tensor]]:
     """Returns new tokens for each sample, from one batched generation in evaluation mode that leaves no trace.
 
-    Prompts are padded on the left here, whichever side the batch is padded on. Under the megatrain strategy every new token streams the whole model once: use large
-    batches. A module of another kind defines `compute_generations(self, batch, max_new_tokens, num_samples, **options)`, which is also asked first where it exists.
+    Prompts are padded on the left here, whichever side the batch is padded on. Under the megatrain strategy every new token streams the
+    whole model once: use large batches. A module of another kind defines `compute_generations(self, batch, max_new_tokens, num_samples,
+    **options)`, which is also asked first where it exists.
 
     Args:
         module: a LightningModule (inside a Trainer: its device, precision and strategy are used) or any `nn.Module`.
@@ -35,7 +36,8 @@ def generate(
         max_new_tokens: the most tokens to make for a sample. (default: 64)
         prompt: `"all"`, the whole of `input_ids`; or `"unlabelled"`, the tokens before the first one whose label counts. (default: `"all"`)
         num_samples: continuations of each sample; above 1 they are drawn, not greedy. (default: 1)
-        seed: of the draw; None draws from the generators as they stand, which are put back, so that the next call draws the same. (default: None)
+        seed: of the draw; None draws from the generators as they stand, which are put back, so that the next call draws the same. (default:
+            None)
         options: passed to `model.generate`: `do_sample`, `temperature`, `top_p`, ...
 
     Returns:
@@ -63,7 +65,7 @@ def generate(
                 return hook(b, max_new_tokens=max_new_tokens, num_samples=num_samples, **options)
             return _generate(module, model, b, max_new_tokens, prompt, num_samples, options)  # type: ignore[arg-type]
 
-    with torch.no_grad(), leave_no_trace(module):
+    with torch.no_grad(), leave_no_trace(module), step_of(module):
         if seed is not None:
             torch.manual_seed(seed)
         return through_wrapper(module, call, on_device(batch, device_of(module)))
@@ -90,7 +92,7 @@ def _generate(
 
 
 def _prompts(batch: Any, prompt: str, pad_token: int, left: bool) -> tuple[Tensor, Tensor]:
-    """Returns the prompts' tokens and mask (B, T), moved to the right end (`left` padding) or to the left end, and no longer than the longest."""
+    """Returns the prompts' tokens and mask (B, T), moved to the right end (`left` padding) or the left, as long as the longest."""
     ids_BT = batch["input_ids"]
     mask_BT = batch["attention_mask"].bool() if "attention_mask" in batch else torch.ones_like(ids_BT, dtype=torch.bool)
     if prompt == "unlabelled":

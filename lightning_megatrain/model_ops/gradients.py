@@ -15,7 +15,16 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_megatrain.model_ops.collector import Collector
-from lightning_megatrain.model_ops.context import batch_axes_of, batch_size_of, device_of, on_device, precision_of, samples_of, trainer_of
+from lightning_megatrain.model_ops.context import (
+    batch_axes_of,
+    batch_size_of,
+    device_of,
+    on_device,
+    precision_of,
+    samples_of,
+    step_of,
+    trainer_of,
+)
 from lightning_megatrain.model_ops.losses import compute_sample_losses
 from lightning_megatrain.model_ops.preconditioning import AdamMoments, adam_moments
 from lightning_megatrain.model_ops.projection import Kind, Projection
@@ -29,7 +38,8 @@ class GradientSettings:
     width: int = 4096
     """Features per sample, K. A factored projection needs two like factors: a power of two is best."""
     projection: Kind = "factored"
-    """`"factored"` (cheap: sketches a layer's inputs and output gradients) or `"dense"` (tight: every entry of the gradient has its own signs). See `Projection`."""
+    """`"factored"` (cheap: sketches a layer's inputs and output gradients) or `"dense"` (tight: every entry of the gradient has its own
+    signs). See `Projection`."""
     seed: int = 0
     """Of the signs."""
     preconditioner: str | None = None
@@ -62,23 +72,25 @@ def gradient_features(
 ) -> Tensor:
     """Returns the projected gradient of each sample's loss, from one batched forward and backward in evaluation mode that leaves no trace.
 
-    Equal to a loop over batches of one, since in evaluation mode samples do not see each other. A batch whose size equals one of its other axes (its sequence
-    length) is run as two, so that an axis of places is never taken for the axis of samples.
+    Equal to a loop over batches of one, since in evaluation mode samples do not see each other. A batch whose size equals one of its other
+    axes (its sequence length) is run as two, so that an axis of places is never taken for the axis of samples.
 
     Args:
         module: a LightningModule (inside a Trainer: its device, precision, strategy and optimizers are used) or any `nn.Module`.
         batch: as the module's collate function makes it, on any device.
         settings: what to compute. (default: `GradientSettings()`)
         optimizers: whose state `preconditioner="adam"` reads. (default: the Trainer's)
-        losses: gives the loss of each sample, (B,), differentiable. (default: the Hugging Face model's mean token loss or the module's `compute_sample_losses`)
+        losses: gives the loss of each sample, (B,), differentiable. (default: the Hugging Face model's mean token loss or the module's
+            `compute_sample_losses`)
 
     Returns:
-        Features (B, K), FP32, on the device that computes. Memory beyond the forward and backward: blocks of 16 MiB, and for a preconditioned parameter that is
-        used more than once the inputs and output gradients of its uses. Cost beyond it, factored: per token and linear layer k (in + out) + K multiplications
-        with k the root of K; dense: per sample K times the number of parameters.
+        Features (B, K), FP32, on the device that computes. Memory beyond the forward and backward: blocks of 16 MiB, and for a
+        preconditioned parameter that is used more than once the inputs and output gradients of its uses. Cost beyond it, factored: per
+        token and linear layer k (in + out) + K multiplications with k the root of K; dense: per sample K times the number of parameters.
 
     Raises:
-        NotImplementedError: under a strategy that shards parameters, or for a parameter whose per-sample gradient cannot be told (named in the message).
+        NotImplementedError: under a strategy that shards parameters, or for a parameter whose per-sample gradient cannot be told (named in
+            the message).
         ValueError: when no parameter matches, or Adam's state is not there.
         TypeError: when the loss of each sample is not known; see `sample_losses`.
     """
@@ -98,7 +110,7 @@ def gradient_features(
             return collector.collect(losses_B)
 
     # Autograd must record, also inside a validation loop: enabling grad does not leave inference mode.
-    with torch.inference_mode(False), torch.enable_grad(), leave_no_trace(module):
+    with torch.inference_mode(False), torch.enable_grad(), leave_no_trace(module), step_of(module):
         return torch.cat([features_of(part) for part in _unambiguous(on_device(batch, device_of(module)))])
 
 
@@ -111,7 +123,9 @@ def select_parameters(module: nn.Module, patterns: Iterable[str] | None) -> dict
     trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
     for pattern in patterns or ():
         if not any(fnmatchcase(name, pattern) for name in trainable):
-            raise ValueError(f"The pattern {pattern!r} matches none of the {len(trainable)} parameters that require grad, such as {list(trainable)[:3]}.")
+            raise ValueError(
+                f"The pattern {pattern!r} matches none of the {len(trainable)} parameters that require grad, such as {list(trainable)[:3]}."
+            )
     selected = {name: p for name, p in trainable.items() if patterns is None or any(fnmatchcase(name, pattern) for pattern in patterns)}
     if not selected:
         raise ValueError(f"{type(module).__name__} has no parameter that requires grad, so its samples have no gradients.")
@@ -132,5 +146,6 @@ def _refuse_sharded(module: nn.Module) -> None:
     if wrapped or any(isinstance(p, DTensor) or hasattr(p, "ds_id") for p in module.parameters()):
         name = type(trainer.strategy).__name__ if trainer is not None else "this parallelism"
         raise NotImplementedError(
-            f"gradient_features needs whole parameters, but {name} shards them. Use strategy='auto', 'ddp' or 'megatrain' (which trains models larger than the device)."
+            f"gradient_features needs whole parameters, but {name} shards them. Use strategy='auto', 'ddp' or 'megatrain' (which trains "
+            "models larger than the device)."
         )

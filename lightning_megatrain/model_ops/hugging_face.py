@@ -63,7 +63,7 @@ def _is_peft(module: nn.Module) -> bool:
 
 def base_of(model: nn.Module) -> PreTrainedModel:
     """Returns the Hugging Face model inside a PEFT model; any other model itself."""
-    return model.get_base_model() if _is_peft(model) else model  # type: ignore[operator,return-value]
+    return model.get_base_model() if _is_peft(model) else model  # type: ignore[operator]
 
 
 def task_of(model: nn.Module) -> Task:
@@ -78,8 +78,10 @@ def task_of(model: nn.Module) -> Task:
             if cls.__name__.endswith(ending):
                 return "token" if ending == "ForConditionalGeneration" and base.config.is_encoder_decoder else task
     raise NotImplementedError(
-        f"The loss per sample of {type(base).__name__} is not known: only causal and masked language models, encoder-decoders, and sequence, "
-        "token, image, audio and video classifiers are. Define `compute_sample_losses(self, batch)` on your module, returning a tensor of shape (B,)."
+        f"The loss per sample of {type(base).__name__} is not known: only causal and masked language models, encoder-decoders, and "
+        "sequence, "
+        "token, image, audio and video classifiers are. Define `compute_sample_losses(self, batch)` on your module, returning a tensor of "
+        "shape (B,)."
     )
 
 
@@ -96,7 +98,8 @@ def forward_arguments(model: nn.Module, batch: Any, **extra: Any) -> dict[str, A
     """
     if not isinstance(batch, Mapping) and not hasattr(batch, "keys"):
         raise TypeError(
-            f"A Hugging Face model needs a batch that is a mapping with `input_ids`, ..., but this one is a {type(batch).__name__}. Let the collate function "
+            f"A Hugging Face model needs a batch that is a mapping with `input_ids`, ..., but this one is a {type(batch).__name__}. Let "
+            "the collate function "
             "return a dict, or define `compute_sample_losses(self, batch)` and `compute_embeddings(self, batch)` on your module."
         )
     base = base_of(model)
@@ -134,7 +137,9 @@ def token_losses_from_logits(logits_BTV: Tensor, labels_BT: Tensor, shift: bool)
     """
     if shift:
         labels_BT = F.pad(labels_BT[:, 1:], (0, 1), value=IGNORED)
-    losses_BT = F.cross_entropy(_at_least_fp32(logits_BTV).flatten(0, 1), labels_BT.flatten(), ignore_index=IGNORED, reduction="none").view_as(labels_BT)
+    losses_BT = F.cross_entropy(
+        _at_least_fp32(logits_BTV).flatten(0, 1), labels_BT.flatten(), ignore_index=IGNORED, reduction="none"
+    ).view_as(labels_BT)
     valid_BT = labels_BT != IGNORED
     if shift:
         losses_BT, valid_BT = losses_BT.roll(1, dims=1), valid_BT.roll(1, dims=1)
@@ -142,7 +147,9 @@ def token_losses_from_logits(logits_BTV: Tensor, labels_BT: Tensor, shift: bool)
 
 
 def classification_losses(logits_BV: Tensor, labels: Tensor, problem_type: str | None) -> Tensor:
-    """Returns the loss of each sample in FP32, as Hugging Face defines it: cross-entropy, or the mean over outputs of squared error or binary cross-entropy.
+    """Returns the loss of each sample in FP32, as Hugging Face defines it.
+
+    Cross-entropy, or the mean over the outputs of squared error or of binary cross-entropy.
 
     Args:
         logits_BV: any floating dtype.

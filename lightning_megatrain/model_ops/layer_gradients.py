@@ -1,6 +1,7 @@
 """From a layer's inputs and the gradients of its outputs to the gradient of each of its parameters for each sample.
 
-Linear layers, embeddings and norms have closed forms over the whole batch. Any other module runs again for one sample at a time: right for all, slower.
+Linear layers, embeddings and norms have closed forms over the whole batch. Any other module runs again for one sample at a time: right for
+all, slower.
 
 Shapes: B samples, T places per sample, H features.
 """
@@ -33,6 +34,7 @@ class Call:
     inputs: list[Any]  # leaves of (args, kwargs)
     structure: pytree.TreeSpec
     weights: Mapping[str, Tensor]  # parameters and buffers, as they were bound during the call
+    autocast: torch.dtype | None  # what autocast rounded to during the call
 
     @property
     def first_input(self) -> Tensor:
@@ -74,8 +76,8 @@ def _kind_of(layer: nn.Module, x: Tensor, wanted: list[str]) -> Callable[[Call, 
 
 
 def _linear(call: Call, grad_outputs: list[Tensor | None]) -> Gradients:
-    """y = W a + b: sum over t of g a^T, and of g."""
-    g_BTR, a_BTC = _by_sample(call, grad_outputs[0]), _by_sample(call, _as_computed(call.first_input))
+    """Y = W a + b: sum over t of g a^T, and of g."""
+    g_BTR, a_BTC = _by_sample(call, grad_outputs[0]), _by_sample(call, _as_computed(call))
     if "weight" in call.wanted:
         yield "weight", OuterProducts(_all(call), g_BTR, a_BTC)
     if "bias" in call.wanted:
@@ -83,8 +85,8 @@ def _linear(call: Call, grad_outputs: list[Tensor | None]) -> Gradients:
 
 
 def _conv1d(call: Call, grad_outputs: list[Tensor | None]) -> Gradients:
-    """y = a W + b, as GPT-2 has it."""
-    g_BTC, a_BTR = _by_sample(call, grad_outputs[0]), _by_sample(call, _as_computed(call.first_input))
+    """Y = a W + b, as GPT-2 has it."""
+    g_BTC, a_BTR = _by_sample(call, grad_outputs[0]), _by_sample(call, _as_computed(call))
     if "weight" in call.wanted:
         yield "weight", OuterProducts(_all(call), a_BTR, g_BTC)
     if "bias" in call.wanted:
@@ -96,16 +98,16 @@ def _embedding(call: Call, grad_outputs: list[Tensor | None]) -> Gradients:
     if ids.dim() == 1 and g_BTC.shape[1] > 1 and call.batch_size > 1:
         ids = ids.unsqueeze(0)  # one row of places for all samples
     ids_BT = ids.expand(call.batch_size, *ids.shape[1:]).reshape(call.batch_size, -1) if call.batch_size > 1 else ids.reshape(1, -1)
-    padding = call.layer.padding_idx
+    padding: Any = call.layer.padding_idx
     if padding is not None:
-        g_BTC = g_BTC * (ids_BT != padding).unsqueeze(-1)
+        g_BTC = g_BTC * ids_BT.ne(padding).unsqueeze(-1)
     yield "weight", Lookups(_all(call), ids_BT, g_BTC)
 
 
 def _norm(call: Call, grad_outputs: list[Tensor | None]) -> Gradients:
-    """y = w x^ + b: sum over t of g x^, and of g."""
+    """Y = w x^ + b: sum over t of g x^, and of g."""
     layer, x = call.layer, _fp32(call.first_input)
-    shape: tuple[int, ...] = tuple(layer.normalized_shape)  # type: ignore[arg-type,union-attr]
+    shape: tuple[int, ...] = tuple(layer.normalized_shape)  # type: ignore[arg-type]
     normalised = F.layer_norm(x, shape, eps=layer.eps) if isinstance(layer, nn.LayerNorm) else F.rms_norm(x, shape, eps=layer.eps)  # type: ignore[arg-type]
     axes = len(shape)
     g_BTH, x_BTH = _by_sample(call, grad_outputs[0], axes), _by_sample(call, normalised, axes)
@@ -121,7 +123,8 @@ def _norm_by_autograd(call: Call, grad_outputs: list[Tensor | None]) -> Gradient
     x, size = call.first_input, call.batch_size
     grad = _fp32(grad_outputs[0])
     leaves = {
-        name: _fp32(call.weights[name]).detach().expand(size, *[1] * (x.dim() - 2), x.shape[-1]).clone().requires_grad_() for name in call.wanted
+        name: _fp32(call.weights[name]).detach().expand(size, *[1] * (x.dim() - 2), x.shape[-1]).clone().requires_grad_()
+        for name in call.wanted
     }
     with torch.enable_grad(), torch.autocast(x.device.type, enabled=False):
         output = functional_call(call.layer, {**_fp32_all(call.weights), **leaves}, args, kwargs)
@@ -140,8 +143,14 @@ def _one_sample_at_a_time(call: Call, grad_outputs: list[Tensor | None]) -> Grad
         with torch.enable_grad(), torch.autocast(call.first_input.device.type, enabled=False):
             output = functional_call(call.layer, {**weights, **leaves}, args, kwargs)
             outputs = [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point()]
-            pairs = [(o, _fp32(_sample(g, sample, size))) for o, g in zip(outputs, grad_outputs, strict=True) if g is not None and o.requires_grad]
-            found = torch.autograd.grad([o for o, _ in pairs], list(leaves.values()), [g for _, g in pairs], allow_unused=True) if pairs else []
+            pairs = [
+                (o, _fp32(_sample(g, sample, size)))
+                for o, g in zip(outputs, grad_outputs, strict=True)
+                if g is not None and o.requires_grad
+            ]
+            found = (
+                torch.autograd.grad([o for o, _ in pairs], list(leaves.values()), [g for _, g in pairs], allow_unused=True) if pairs else []
+            )
         for name, g in zip(leaves, found, strict=bool(pairs)):
             if g is not None:
                 yield name, Explicit(slice(sample, sample + 1), _matrix(g.unsqueeze(0), tuple(g.shape)))
@@ -154,17 +163,19 @@ def _by_sample(call: Call, t: Tensor | None, axes: int = 1) -> Tensor:
     size, shape = call.batch_size, t.shape
     if size > 1 and (t.dim() <= axes or shape[0] not in (1, size)):
         raise NotImplementedError(
-            f"`{call.path}` ({type(call.layer).__name__}) was called with a tensor of shape {tuple(shape)} in a batch of {size} samples, so the sample of each row "
-            "is unknown (a mixture of experts does this). Use batch_size=1, where every row belongs to the one sample, or leave the layer out with `parameters=`."
+            f"`{call.path}` ({type(call.layer).__name__}) was called with a tensor of shape {tuple(shape)} in a batch of {size} samples, "
+            "so the sample of each row "
+            "is unknown (a mixture of experts does this). Use batch_size=1, where every row belongs to the one sample, or leave the layer "
+            "out with `parameters=`."
         )
     t = _fp32(t).reshape(shape[0] if size > 1 else 1, -1, *shape[t.dim() - axes :]).flatten(2)
     return t.expand(size, -1, -1)
 
 
-def _as_computed(x: Tensor) -> Tensor:
+def _as_computed(call: Call) -> Tensor:
     """Returns a linear layer's input as autocast rounded it: autograd, too, multiplies with the rounded one."""
-    device = x.device.type
-    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) and x.dtype == torch.float32 else x
+    x = call.first_input
+    return x.to(call.autocast) if call.autocast is not None and x.dtype == torch.float32 else x
 
 
 def _sample(leaf: Any, sample: int, size: int) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_megatrain.model_ops.context import batch_size_of, device_of, on_device, precision_of, through_wrapper
+from lightning_megatrain.model_ops.context import batch_size_of, device_of, on_device, precision_of, step_of, through_wrapper
 from lightning_megatrain.model_ops.hugging_face import (
     base_of,
     classification_losses,
@@ -24,8 +24,9 @@ from lightning_megatrain.model_ops.trace import leave_no_trace
 def sample_losses(module: nn.Module, batch: Any) -> Tensor:
     """Returns the loss of each sample, from one batched forward in evaluation mode that leaves no trace.
 
-    For a Hugging Face model it is the mean cross-entropy over the sample's own tokens (zero if none counts), so a batch of one gives the model's own loss. A
-    module of another kind defines `compute_sample_losses(self, batch) -> (B,)`, which is also asked first where it exists.
+    For a Hugging Face model it is the mean cross-entropy over the sample's own tokens (zero if none counts), so a batch of one gives the
+    model's own loss. A module of another kind defines `compute_sample_losses(self, batch) -> (B,)`, which is also asked first where it
+    exists.
 
     Args:
         module: a LightningModule (inside a Trainer: its device, precision and strategy are used) or any `nn.Module`.
@@ -37,7 +38,7 @@ def sample_losses(module: nn.Module, batch: Any) -> Tensor:
     Raises:
         TypeError: when the module neither holds a Hugging Face model nor defines the hook.
     """
-    with torch.no_grad(), leave_no_trace(module):
+    with torch.no_grad(), leave_no_trace(module), step_of(module):
         return through_wrapper(module, lambda b: _within_precision(module, b), on_device(batch, device_of(module)))
 
 
@@ -66,7 +67,7 @@ def token_losses(module: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
             logits_BTV = model(**forward_arguments(model, b)).logits
         return token_losses_from_logits(logits_BTV, labels_of(b), shift=task_of(model) == "next_token")
 
-    with torch.no_grad(), leave_no_trace(module):
+    with torch.no_grad(), leave_no_trace(module), step_of(module):
         return through_wrapper(module, call, on_device(batch, device_of(module)))
 
 
@@ -86,7 +87,8 @@ def compute_sample_losses(module: nn.Module, batch: Any) -> Tensor:
     if model is None:
         raise TypeError(
             f"{type(module).__name__} holds no Hugging Face model, so the loss of each sample is not known. Define on it "
-            "`compute_sample_losses(self, batch)`, returning a tensor of shape (B,), for example `F.cross_entropy(self(x), y, reduction='none')`."
+            "`compute_sample_losses(self, batch)`, returning a tensor of shape (B,), for example `F.cross_entropy(self(x), y, "
+            "reduction='none')`."
         )
     task, labels = task_of(model), labels_of(batch)
     logits = model(**forward_arguments(model, batch)).logits
@@ -105,4 +107,7 @@ def _check_shape(module: nn.Module, losses: Any, batch: Any) -> None:
     size = batch_size_of(batch)
     if not isinstance(losses, Tensor) or losses.shape != (size,):
         got = f"a tensor of shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else f"a {type(losses).__name__}"
-        raise ValueError(f"{type(module).__name__}.compute_sample_losses returned {got} for a batch of {size}; return one loss per sample, shape ({size},).")
+        raise ValueError(
+            f"{type(module).__name__}.compute_sample_losses returned {got} for a batch of {size}; return one loss per sample, shape "
+            f"({size},)."
+        )

@@ -1,7 +1,7 @@
 """The gradient of one use of one parameter for each sample, kept as the factors it comes from.
 
-Every parameter is seen as a matrix: the first axis by all the others, a vector as one column. A block of its per-sample gradients is made when asked for, so
-nothing of size samples x parameters is ever held.
+Every parameter is seen as a matrix: the first axis by all the others, a vector as one column. A block of its per-sample gradients is made
+when asked for, so nothing of size samples x parameters is ever held.
 
 Shapes: B samples, T places where the layer was used per sample, R rows and C columns of the parameter, r some of the rows.
 """
@@ -16,7 +16,9 @@ from torch import Tensor
 class SampleGradients(Protocol):
     """Per-sample gradients of a parameter (R, C), for a run of samples."""
 
-    samples: slice  # which of the batch's samples
+    @property
+    def samples(self) -> slice:
+        """Which of the batch's samples."""
 
     @property
     def num_samples(self) -> int:

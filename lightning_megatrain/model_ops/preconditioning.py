@@ -26,7 +26,8 @@ class AdamMoments:
 
             Gamma = m' / sqrt(v' + eps),  m' = (beta1 m + (1 - beta1) g) / (1 - beta1^t),  v' = (beta2 v + (1 - beta2) g^2) / (1 - beta2^t)
 
-        The published code leaves the two denominators out, which scales m' and changes v' against eps only; DataFlex also takes eps outside the root.
+        The published code leaves the two denominators out, which scales m' and changes v' against eps only; DataFlex also takes eps outside
+        the root.
         """
         t = self.steps + 1
         where = rows_r.to(self.m_RC.device)
@@ -52,17 +53,24 @@ def adam_moments(optimizers: Iterable[Optimizer], named: Iterable[tuple[str, nn.
     moments: dict[str, AdamMoments] = {}
     for name, parameter in named:
         if id(parameter) not in owners:
-            raise ValueError(f"No optimizer holds `{name}`, so it has no Adam state. Leave it out with `parameters=`, or use preconditioner=None.")
+            raise ValueError(
+                f"No optimizer holds `{name}`, so it has no Adam state. Leave it out with `parameters=`, or use preconditioner=None."
+            )
         optimizer, group = owners[id(parameter)]
         if "betas" not in group or group.get("amsgrad"):
             kind = "amsgrad" if group.get("amsgrad") else type(optimizer).__name__
-            raise ValueError(f"preconditioner='adam' needs plain Adam or AdamW state, but `{name}` is trained by {kind}. Use preconditioner=None.")
+            raise ValueError(
+                f"preconditioner='adam' needs plain Adam or AdamW state, but `{name}` is trained by {kind}. Use preconditioner=None."
+            )
         if not optimizer.state:
-            raise ValueError("preconditioner='adam' needs the optimizer's state, but it has made no step yet. Train first (warmup_steps >= 1).")
+            raise ValueError(
+                "preconditioner='adam' needs the optimizer's state, but it has made no step yet. Train first (warmup_steps >= 1)."
+            )
         state = optimizer.state.get(parameter) or {}
         if state and not {"exp_avg", "exp_avg_sq"} <= state.keys():
             raise ValueError(
-                f"preconditioner='adam' needs `exp_avg` and `exp_avg_sq`, but {type(optimizer).__name__} keeps {sorted(map(str, state))} for `{name}`. "
+                f"preconditioner='adam' needs `exp_avg` and `exp_avg_sq`, but {type(optimizer).__name__} keeps {sorted(map(str, state))} "
+                f"for `{name}`. "
                 "Use preconditioner=None."
             )
         shape = (parameter.shape[0], -1) if parameter.dim() > 1 else (-1, 1)

@@ -1,7 +1,8 @@
 """Random projections of per-sample gradients to a fixed width.
 
-Each parameter has its own independent signs and the projections of all parameters are summed, so that in expectation the inner product of two projected
-gradients is the inner product of the two whole gradients. A parameter used twice is projected by the same signs both times: by linearity the sum is right.
+Each parameter has its own independent signs and the projections of all parameters are summed, so that in expectation the inner product of
+two projected gradients is the inner product of the two whole gradients. A parameter used twice is projected by the same signs both times:
+by linearity the sum is right.
 
 Shapes: B samples, T places per sample, K features; R, C rows and columns of a parameter; k_R x k_C = K.
 """
@@ -26,10 +27,11 @@ MAX_ELEMENTS = 2**22  # of any block made here: 16 MiB in FP32
 class Projection:
     """A linear map from gradients to `width` features.
 
-    `"dense"`: signs / sqrt(K) for every entry of the gradient, the Johnson-Lindenstrauss transform: the inner product of x and y is preserved with variance at most
-    (|x|^2 |y|^2 + (x.y)^2) / K. `"factored"`: a matrix's gradient G becomes L G S^T with independent signs L (k_R, R) / sqrt(k_R) and S (k_C, C) / sqrt(k_C), as in
-    LoGra (arXiv 2405.13954), so a linear layer's is (L g)(S a)^T and its gradient is never made; vectors stay dense. Its variance for one matrix is at most
-    ((1 + 2/k_R)(1 + 2/k_C) - 1) |x|^2 |y|^2, reached by gradients of rank one; over many layers it averages out.
+    `"dense"`: signs / sqrt(K) for every entry of the gradient, the Johnson-Lindenstrauss transform: the inner product of x and y is
+    preserved with variance at most (|x|^2 |y|^2 + (x.y)^2) / K. `"factored"`: a matrix's gradient G becomes L G S^T with independent signs
+    L (k_R, R) / sqrt(k_R) and S (k_C, C) / sqrt(k_C), as in LoGra (arXiv 2405.13954), so a linear layer's is (L g)(S a)^T and its gradient
+    is never made; vectors stay dense. Its variance for one matrix is at most ((1 + 2/k_R)(1 + 2/k_C) - 1) |x|^2 |y|^2, reached by gradients
+    of rank one; over many layers it averages out.
     """
 
     width: int = 4096
@@ -44,7 +46,8 @@ class Projection:
             raise ValueError(f"width={self.width} must be at least 1.")
         if self.kind == "factored" and self.sides[1] > 4 * self.sides[0]:
             raise ValueError(
-                f"width={self.width} does not split into two like factors ({self.sides[0]} x {self.sides[1]} is the nearest), which a factored projection needs. "
+                f"width={self.width} does not split into two like factors ({self.sides[0]} x {self.sides[1]} is the nearest), which a "
+                "factored projection needs. "
                 f"Use width={2 ** round(math.log2(self.width))}, or projection='dense'."
             )
 
@@ -135,4 +138,3 @@ def _times_signs(x_: Tensor, key: int, width: int) -> Tensor:
     if out is None:
         raise ValueError("A layer without inputs or outputs cannot be projected.")
     return out
-

@@ -1,7 +1,7 @@
 """Random signs that are computed, never stored.
 
-The sign at (row, column) is a bit of a hash of a key, the row and the column, so any block of a matrix of any size can be made anywhere, alone, and is the same
-on every device and in every run.
+The sign at (row, column) is a bit of a hash of a key, the row and the column, so any block of a matrix of any size can be made anywhere,
+alone, and is the same on every device and in every run.
 """
 
 import hashlib

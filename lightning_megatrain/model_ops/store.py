@@ -1,6 +1,7 @@
 """Features of samples on disk: computed once, found again only for exactly what they were computed from.
 
-A folder per key holds `key.json` and shards `rows-*.safetensors`, each written under another name first and then renamed, so a crash leaves whole shards or none.
+A folder per key holds `key.json` and shards `rows-*.safetensors`, each written under another name first and then renamed, so a crash leaves
+whole shards or none.
 
 Shapes: N rows, K features.
 """
@@ -42,7 +43,14 @@ class FeatureKey:
 
 
 def feature_key(
-    module: nn.Module, data: str, settings: Any, *, step: int, optimizers: Iterable[Optimizer] = (), collate: str = "", names: Iterable[str] | None = None
+    module: nn.Module,
+    data: str,
+    settings: Any,
+    *,
+    step: int,
+    optimizers: Iterable[Optimizer] = (),
+    collate: str = "",
+    names: Iterable[str] | None = None,
 ) -> FeatureKey:
     """Returns the key of features of a model as it stands.
 
@@ -66,7 +74,12 @@ def feature_key(
                 for name, value in sorted(optimizer.state.get(parameter, {}).items()):
                     digest.update(name.encode() + (_bytes(value) if isinstance(value, Tensor) else repr(value).encode()))
     values = asdict(settings) if is_dataclass(settings) and not isinstance(settings, type) else settings
-    described = {"settings": values, "collate": collate, "names": None if names is None else sorted(names), "module": type(module).__qualname__}
+    described = {
+        "settings": values,
+        "collate": collate,
+        "names": None if names is None else sorted(names),
+        "module": type(module).__qualname__,
+    }
     return FeatureKey(data, step, digest.hexdigest(), json.dumps(described, sort_keys=True))
 
 
@@ -102,13 +115,17 @@ class FeatureStore:
         self.key, self.dtype = key, dtype
         self.path = Path(folder) / key.digest
         self.path.mkdir(parents=True, exist_ok=True)
-        described = json.dumps(asdict(key) | {"dtype": str(dtype)}, sort_keys=True, indent=1)
+        described = {**asdict(key), "dtype": str(dtype)}
         file = self.path / "key.json"
         if not file.exists():
-            _write_atomically(file, lambda temporary: temporary.write_text(described))
-        elif json.loads(file.read_text()) != json.loads(described):
+            _write_atomically(file, lambda temporary: temporary.write_text(json.dumps(described, indent=1)))
+        found = json.loads(file.read_text())
+        if found != described:
+            differing = ", ".join(
+                f"{name}={found.get(name)!r} instead of {value!r}" for name, value in described.items() if found.get(name) != value
+            )
             raise ValueError(
-                f"{file} belongs to other features: it says {file.read_text()}, but {described} was asked for. Delete the folder {self.path} if it is not needed."
+                f"{file} belongs to other features: it has {differing}. Use another folder, or delete {self.path} if it is not needed."
             )
 
     def append(self, indices: Sequence[int], rows_NK: Tensor) -> None:
@@ -123,7 +140,9 @@ class FeatureStore:
         if not len(indices):
             return
         shard = {"indices": torch.tensor(list(indices)), "rows": rows_NK.detach().cpu().to(self.dtype).contiguous()}
-        _write_atomically(self.path / f"rows-{min(indices):09d}-{uuid.uuid4().hex[:12]}.safetensors", lambda temporary: save_file(shard, temporary))
+        _write_atomically(
+            self.path / f"rows-{min(indices):09d}-{uuid.uuid4().hex[:12]}.safetensors", lambda temporary: save_file(shard, temporary)
+        )
 
     def load(self) -> tuple[Tensor, Tensor]:
         """Returns the indices (N,) in rising order, each once, and their rows (N, K) in FP32.
@@ -158,7 +177,7 @@ def _write_atomically(file: Path, write: Any) -> None:
 
 
 def _bytes(tensor: Tensor) -> Any:
-    return memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def _hash_into(digest: Any, value: Any) -> None:

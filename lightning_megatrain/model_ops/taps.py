@@ -16,7 +16,10 @@ Receive = Callable[[Call, list[Tensor | None]], None]
 
 
 class Tap(torch.autograd.Function):
-    """Passes a layer's outputs on and, in backward, its inputs and output gradients to `receive`. Copies, since a model may write outputs in place."""
+    """Passes a layer's outputs on and, in backward, its inputs and output gradients to `receive`.
+
+    Copies, since a model may write its layers' outputs in place.
+    """
 
     @staticmethod
     def on(output: Any, root: Tensor, receive: Receive, call: Call, inputs: list[Tensor]) -> Any:
@@ -40,11 +43,12 @@ class Tap(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         """Reports the gradients and passes them on."""
+        inputs = ctx.saved_tensors  # once: activation checkpointing gives them once
         if any(g is not None for g in grads):
-            saved = iter(ctx.saved_tensors)
-            ctx.receive(replace(ctx.call, inputs=[next(saved) if leaf is TENSOR else leaf for leaf in ctx.call.inputs]), list(grads))
+            given = iter(inputs)
+            ctx.receive(replace(ctx.call, inputs=[next(given) if leaf is TENSOR else leaf for leaf in ctx.call.inputs]), list(grads))
         passed_on = [None if g is None else g.sum_to_size(shape) for g, shape in zip(grads, ctx.shapes, strict=True)]
-        return (None, None, None, None, *passed_on, *[None] * len(ctx.saved_tensors))
+        return (None, None, None, None, *passed_on, *[None] * len(inputs))
 
 
 class Join(torch.autograd.Function):

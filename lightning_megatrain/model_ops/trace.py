@@ -14,9 +14,10 @@ from torch import Tensor, nn
 def leave_no_trace(module: nn.Module) -> Iterator[None]:
     """Runs its body with `module` in evaluation mode, and puts everything back as it was.
 
-    Put back, also after an exception: train or eval mode of every submodule, buffers and plain tensor attributes (by identity, and by value where
-    it changed), each parameter's `.grad` (by identity), and the random number generators of Python, NumPy, the CPU and the devices that hold
-    parameters. Parameters and the values of `.grad` are not copied: the body must not write them.
+    Put back, also after an exception: train or eval mode of every submodule, plain tensor attributes and each parameter's `.grad` (by
+    identity), and the random number generators of Python, NumPy, the CPU and the devices that hold parameters. The body works on copies of
+    the buffers, so a graph of the caller's that saved one is still good. Parameters and the values of `.grad` are not copied: the body must
+    not write them.
 
     Args:
         module: the module that the body runs.
@@ -25,18 +26,22 @@ def leave_no_trace(module: nn.Module) -> Iterator[None]:
         Nothing. The cost is one copy of the buffers.
     """
     modes = [(m, m.training) for m in module.modules()]
-    buffers = [(m, dict(m._buffers), {k: b.detach().clone() for k, b in m._buffers.items() if b is not None}) for m in module.modules()]
+    buffers = [(m, dict(m._buffers)) for m in module.modules()]
     attributes = [(m, {k: v for k, v in vars(m).items() if isinstance(v, Tensor)}) for m in module.modules()]
     grads = [(p, p.grad) for p in module.parameters()]
     generators = _generator_states(module)
+    copies = {id(b): b.detach().clone() for b in module.buffers()}
     module.eval()
     try:
+        for submodule, originals in buffers:
+            submodule._buffers.update({name: None if b is None else copies[id(b)] for name, b in originals.items()})
         yield
     finally:
         for submodule, mode in modes:
             submodule.training = mode
-        for submodule, tensors, values in buffers:
-            _restore_buffers(submodule, tensors, values)
+        for submodule, originals in buffers:
+            submodule._buffers.clear()
+            submodule._buffers.update(originals)
         for submodule, tensors in attributes:
             for name in [k for k, v in vars(submodule).items() if isinstance(v, Tensor) and k not in tensors]:
                 delattr(submodule, name)
@@ -47,21 +52,11 @@ def leave_no_trace(module: nn.Module) -> Iterator[None]:
         _restore_generators(generators)
 
 
-def _restore_buffers(module: nn.Module, tensors: dict[str, Tensor | None], values: dict[str, Tensor]) -> None:
-    module._buffers.clear()
-    module._buffers.update(tensors)
-    with torch.no_grad():
-        for name, value in values.items():
-            buffer = tensors[name]
-            # Only where it differs: a write would invalidate a graph of the caller's that saved this buffer.
-            if buffer is not None and not torch.equal(buffer, value):
-                buffer.copy_(value)
-
-
 def _generator_states(module: nn.Module) -> dict[str, Any]:
     devices = {p.device for p in module.parameters()} | {b.device for b in module.buffers()}
-    if torch.accelerator.is_available():
-        devices.add(torch.device(torch.accelerator.current_accelerator(), torch.accelerator.current_device_index()))  # type: ignore[arg-type]
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is not None:
+        devices.add(torch.device(accelerator.type, torch.accelerator.current_device_index()))
     return {
         "python": random.getstate(),
         "numpy": np.random.get_state(),

@@ -1,0 +1,128 @@
+"""What the processes of a test run; they import it by name."""
+
+import os
+import socket
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_megatrain.model_ops import (
+    FeatureStore,
+    GradientSettings,
+    data_fingerprint,
+    feature_key,
+    generate,
+    gradient_features,
+    over_dataset,
+    sample_losses,
+)
+from tests.model_ops.subjects import Lit, llama, rows_of, text_batch
+
+SETTINGS = GradientSettings(width=16)
+
+
+def on_two_ranks(function: Any, folder: Path, *args: Any) -> list[Any]:
+    """Returns what `function(rank, *args)` returns on each of two processes that share a gloo group."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    mp.spawn(_on_rank, args=(port, function, folder, args), nprocs=2)  # type: ignore[no-untyped-call]
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
+
+
+def _on_rank(rank: int, port: int, function: Any, folder: Path, args: tuple[Any, ...]) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    try:
+        torch.save(function(rank, *args), folder / f"rank{rank}.pt")
+    finally:
+        dist.destroy_process_group()
+
+
+def dataset(samples: int) -> list[dict[str, Tensor]]:
+    return rows_of(text_batch(samples))
+
+
+class Crash(RuntimeError):
+    pass
+
+
+class Counting:
+    """gradient_features that counts the samples it sees, and fails after some."""
+
+    def __init__(self, crash_after: int = 10**9) -> None:
+        self.seen, self.crash_after = 0, crash_after
+
+    def __call__(self, module: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        self.seen += len(batch["input_ids"])
+        if self.seen > self.crash_after:
+            raise Crash
+        return gradient_features(module, batch, SETTINGS)
+
+
+def make_store(folder: Path, module: nn.Module, samples: int) -> FeatureStore:
+    return FeatureStore(folder, feature_key(module, data_fingerprint(dataset(samples), progress=False), SETTINGS, step=0))
+
+
+def share(rank: int, sizes: list[int], folder: str) -> dict[int, dict[str, Any]]:
+    return {samples: _share(rank, samples, folder) for samples in sizes}
+
+
+def _share(rank: int, samples: int, folder: str) -> dict[str, Any]:
+    module, data = llama(), dataset(samples)
+    store = make_store(Path(folder) if rank == 0 else Path(folder) / "elsewhere", module, samples)  # the ranks share no disk
+    seen = Counting()
+    return {
+        "losses": over_dataset(sample_losses, module, data, batch_size=2, progress=False),
+        "features": over_dataset(seen, module, data, batch_size=2, store=store, batches_per_shard=1, progress=False),
+        "seen": seen.seen,
+        "texts": over_dataset(partial(generate, max_new_tokens=2), module, data, batch_size=2, progress=False),
+    }
+
+
+class Ask(pl.Callback):
+    def __init__(self) -> None:
+        self.found: dict[str, Tensor] = {}
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+        if trainer.global_step == 2:
+            adam = GradientSettings(width=16, preconditioner="adam")
+            self.found = {
+                "losses": over_dataset(sample_losses, pl_module, dataset(7), batch_size=2, progress=False),
+                "features": over_dataset(
+                    partial(gradient_features, settings=SETTINGS), pl_module, dataset(7), batch_size=2, progress=False
+                ),
+                "adam": over_dataset(partial(gradient_features, settings=adam), pl_module, dataset(7), batch_size=2, progress=False),
+            }
+
+
+def train_under_ddp(rank: int, folder: str) -> dict[str, Any]:
+    return {"asked": _train(True, folder), "silent": _train(False, folder)}
+
+
+def _train(ask: bool, folder: str) -> dict[str, Any]:
+    torch.manual_seed(0)
+    callback = Ask()
+    trainer = pl.Trainer(
+        max_steps=4,
+        accelerator="cpu",
+        devices=2,
+        strategy="ddp",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[callback] if ask else [],
+        default_root_dir=folder,
+    )
+    module = Lit(llama())
+    trainer.fit(module, DataLoader(dataset(16), batch_size=2))  # type: ignore[arg-type]
+    return {"weights": [p.detach() for p in module.parameters()], **callback.found}
