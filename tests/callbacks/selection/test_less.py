@@ -84,7 +84,7 @@ def test_scores_are_the_papers_with_betas_and_eps_of_the_optimizer(tmp_path):
     table = read_decisions(_records(tmp_path))
     scores = torch.zeros(16, dtype=torch.float64)
     scores[table["index"].to_numpy().copy()] = torch.tensor(table["score"].to_numpy().copy())
-    # Johnson-Lindenstrauss: a projected cosine is off by about 1 / sqrt(65536) = 0.004, a mean of four like ones by at least half of it; 4 sigma
+    # Johnson-Lindenstrauss: a projected cosine is off by about 1 / sqrt(65536) = 0.004, a mean of four by half of it or more; 4 sigma
     assert (scores - taken["expected"].double()).abs().max() < 0.016
     assert torch.corrcoef(torch.stack([scores, taken["expected"].double()]))[0, 1] > 0.95
 
