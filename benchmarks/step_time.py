@@ -112,10 +112,7 @@ def main() -> None:
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()}, {threads} threads"
     print(
         f"{date.today()}, torch {torch.__version__}, {where}; {parameters / 1e6:.1f} M parameters, {layers} layers of width "
-        f"{arguments.width},"
-    )
-    print(
-        f"width {arguments.width}, batch {arguments.batch} x {arguments.sequence}, {arguments.precision}, fused AdamW, {arguments.rounds} rounds\n"
+        f"{arguments.width}, batch {arguments.batch} x {arguments.sequence}, {arguments.precision}, fused AdamW, {arguments.rounds} rounds\n"
     )
     print("| | median s | of plain | of checkpointing | tokens/s | TFLOP/s | losses as plain |")
     print("|---|---|---|---|---|---|---|")

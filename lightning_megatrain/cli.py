@@ -25,6 +25,7 @@ import lightning_megatrain.datamodules  # noqa: F401
 
 # What is no Trainer method: the module whose `main(arguments)` runs, and its line in the help.
 COMMANDS = {
+    "check": ("lightning_megatrain.check", "train two steps plain and streamed, and say whether they agree"),
     "export": ("lightning_megatrain.export", "write a checkpoint as a folder that transformers loads"),
 }
 

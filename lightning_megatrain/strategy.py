@@ -81,7 +81,7 @@ class MegaTrainStrategy(SingleDeviceStrategy):
             "staging_buffers": staging_buffers,
             "stream_casts": stream_casts,
         }
-        self._fused_optimizer = fused_optimizer
+        self.fused_optimizer = fused_optimizer
         self._fused: list[FusedSwitch] = []
         self._layer_sync: Any = None  # the Trainer puts `sync_batchnorm` here
         self._engine: Engine | None = None
@@ -187,7 +187,7 @@ class MegaTrainStrategy(SingleDeviceStrategy):
         assert self.lightning_module is not None
         for optimizer in self.optimizers:
             _check_optimizer(optimizer)
-        self._fused = [FusedSwitch(optimizer, self.lightning_module) for optimizer in self.optimizers] if self._fused_optimizer else []
+        self._fused = [FusedSwitch(optimizer, self.lightning_module) for optimizer in self.optimizers] if self.fused_optimizer else []
         self._say_fused()
 
     @override

@@ -80,6 +80,8 @@ class Engine:
         found = find_layers(module, layers, resident)
         _check(module, found, slots, staging_buffers)
         self.module = module
+        self.parameters = dict(module.named_parameters())
+        """The host parameters by path; the module itself shows device copies of the resident ones while it runs."""
         self._compute_dtype = compute_dtype
         self._staging_buffers = staging_buffers
         self._clock = Clock()
@@ -189,6 +191,7 @@ class Engine:
     def _backward_ended(self) -> None:
         self._settle()
         self._residents.write_back()
+        self._residents.unbind()
         self._clock.tick()
 
     def _optimizer_stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -196,7 +199,7 @@ class Engine:
         for layer in {id(layer): layer for p in stepped if (layer := self._layers_of_parameter.get(p)) is not None}.values():
             layer.updates += 1
         self._clock.tick()
-        self._residents.retake(stepped)
+        self._residents.unbind()
 
     def _make_staging(self) -> list[Tensor]:
         nbytes = max(*(layer.gradient_bytes for layer in self.layers), 1 << 20)
@@ -220,17 +223,19 @@ class Engine:
         layer = self._layer_of.get(module)
         if layer is None or not layer.at_home():
             return plain(module, *args, **kwargs)
-        return self._within(lambda *args, **kwargs: run_layer(self, layer, args, kwargs), args, kwargs)
+        return self._within(module, lambda *args, **kwargs: run_layer(self, layer, args, kwargs), args, kwargs)
 
     def _within_scope(self, module: nn.Module, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if module not in self._patched:
             return plain(module, *args, **kwargs)
-        self._residents.check(module)
-        return self._within(functools.partial(plain, module), args, kwargs)
+        return self._within(module, functools.partial(plain, module), args, kwargs)
 
-    def _within(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _within(self, module: nn.Module, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls `function` in a step. The outermost call may be given host tensors, and then answers with host tensors."""
-        if self._depth or self._lanes.in_host_memory:
+        if self._depth:
+            self._residents.check(module)
+            return function(*args, **kwargs)
+        if self._lanes.in_host_memory:
             with self.step():
                 return function(*args, **kwargs)
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]

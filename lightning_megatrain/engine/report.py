@@ -17,7 +17,7 @@ def report(engine: "Engine", optimizers: Iterable[Optimizer] = ()) -> str:
         engine: An engine that has run a step.
         optimizers: Optimizers whose state counts among the host's bytes.
     """
-    parameters = list(dict.fromkeys(engine.module.parameters()))
+    parameters = list(engine.parameters.values())
     number = sum(p.numel() for p in parameters)
     streamed = sum(p.numel() for layer in engine.layers for p in layer.parameters)
     accounting = engine.accounting

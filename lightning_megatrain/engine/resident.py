@@ -6,11 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import Parameter
 
 from lightning_megatrain.engine.accounting import Accounting, Holding
-from lightning_megatrain.engine.autograd import will_accumulate
+from lightning_megatrain.engine.autograd import differentiable_once, will_accumulate
 from lightning_megatrain.engine.gradients import Gradients, has_hooks
 from lightning_megatrain.engine.lanes import Event, Lanes
 from lightning_megatrain.engine.placement import Place, place, places_of
@@ -27,7 +26,7 @@ class _Bind(torch.autograd.Function):
         return copy.detach()
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         residents: Residents = ctx.residents
         node = ctx.next_functions[-1][0]
@@ -117,20 +116,13 @@ class Residents:
                     container[key] = resident.parameter
             resident.bound = None
 
-    def retake(self, parameters: set[Parameter]) -> None:
-        """Takes the device copies of `parameters` again in the middle of a step: an optimizer stepped them."""
-        if self._bound:
-            for resident in self._residents:
-                if resident.parameter in parameters:
-                    self._take(resident)
-            self.settle()
-
     def check(self, module: nn.Module) -> None:
-        """Takes again what `module` is about to use, where `requires_grad` was switched or the parameter written since."""
-        if self._bound:
-            for resident in self._of_module.get(module, ()):
-                if resident.stamp != resident.now():
-                    self._take(resident)
+        """Called in a step before `module` runs: binds again what was unbound, written or switched by `requires_grad` since."""
+        if not self._bound:
+            self.bind()
+        for resident in self._of_module.get(module, ()):
+            if resident.stamp != resident.now():
+                self._take(resident)
 
     def write_back(self) -> None:
         """Writes to the host what code wrote into device copies since they were taken."""

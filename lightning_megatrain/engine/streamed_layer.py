@@ -6,18 +6,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.autograd.graph import Node, saved_tensors_hooks
 
 from lightning_megatrain.engine import hugging_face
 from lightning_megatrain.engine.accounting import Holding
-from lightning_megatrain.engine.autograd import will_accumulate
+from lightning_megatrain.engine.autograd import differentiable_once, will_accumulate
 from lightning_megatrain.engine.buffers import BufferPlace
 from lightning_megatrain.engine.calls import Arguments, Results
 from lightning_megatrain.engine.casts import CastWatch, casting
 from lightning_megatrain.engine.gradients import has_hooks
 from lightning_megatrain.engine.host import HostLayer, Stamp
-from lightning_megatrain.engine.passes import _PASS, Pass
+from lightning_megatrain.engine.passes import _PASS, Pass, current_pass
 from lightning_megatrain.engine.placement import placed
 from lightning_megatrain.engine.surroundings import RandomState, Surroundings, no_cast_cache, random_state
 
@@ -29,6 +28,11 @@ def run_layer(engine: "Engine", layer: HostLayer, args: tuple[Any, ...], kwargs:
     """Runs a streamed layer: what its `forward` is while the engine is installed."""
     if not torch.is_grad_enabled():
         return _run_without_graph(engine, layer, args, kwargs)
+    if torch._C._current_graph_task_id() != -1 and current_pass() is None:
+        raise RuntimeError(
+            f"Streamed layer {layer.name!r} was called with gradients inside a backward, as activation checkpointing around it does. "
+            "Streamed layers are recomputed already, and would run a third time. Take torch.utils.checkpoint off the modules that hold it."
+        )
     arguments = Arguments(*hugging_face.private_caches(layer.module, layer.name, args, kwargs))
     borrowed = [container[key] for (container, key), *_ in layer.borrowed]
     inputs = [*arguments.tensors, *borrowed]
@@ -42,10 +46,9 @@ def run_layer(engine: "Engine", layer: HostLayer, args: tuple[Any, ...], kwargs:
 def _run_without_graph(engine: "Engine", layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Nothing will be differentiated, so the layer gets the caller's own arguments."""
     with engine.weights(layer, "inference", layer.module.training) as streamed, no_cast_cache(), _running("forward"):
-        weights = [
-            _leaf(weight, p.requires_grad and not torch.is_inference_mode_enabled())
-            for weight, p in zip(streamed, layer.parameters, strict=True)
-        ]
+        weights = list(streamed)
+        if not torch.is_inference_mode_enabled():
+            weights = [_leaf(weight, p.requires_grad) for weight, p in zip(streamed, layer.parameters, strict=True)]
         with placed(layer.places, weights), _watch_casts(engine, layer, weights):
             output = layer.forward(*args, **kwargs)
     if torch.is_grad_enabled():
@@ -76,7 +79,12 @@ class _Call:
             placed([*self.layer.places, *self.layer.borrowed], [*weights, *borrowed]),
             hugging_face.fresh_collector(self.collector) as collected,
         ):
-            output = self.layer.forward(*args, **kwargs)
+            try:
+                output = self.layer.forward(*args, **kwargs)
+            except RuntimeError as error:
+                if "a leaf Variable that requires grad" in str(error):
+                    raise RuntimeError(_written(self.layer, "an input tensor")) from error
+                raise
         changes = self.arguments.changes(self.layer.name, args, kwargs, tensors)
         return Results((output, changes, collected))
 
@@ -157,7 +165,7 @@ class _StreamedLayer(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
         call: _Call = ctx.call
         engine, layer = call.engine, call.layer
@@ -236,10 +244,14 @@ def _watch_casts(engine: "Engine", layer: HostLayer, weights: Sequence[Tensor]) 
 def _refuse_written(layer: HostLayer, inputs: Sequence[Tensor], versions: Sequence[int]) -> None:
     for index, (tensor, version) in enumerate(zip(inputs, versions, strict=True)):
         if tensor._version != version:
-            raise RuntimeError(
-                f"Streamed layer {layer.name!r} changed its input tensor {index} in place. Backward runs the layer again and needs the "
-                f"input as it was. Make that operation out of place, or keep the layer on the device with resident=[{layer.name!r}]."
-            )
+            raise RuntimeError(_written(layer, f"its input tensor {index}"))
+
+
+def _written(layer: HostLayer, what: str) -> str:
+    return (
+        f"Streamed layer {layer.name!r} changed {what} in place. Backward runs the layer again and needs the input as it was. Make that "
+        f"operation out of place, or keep the layer on the device with resident=[{layer.name!r}]."
+    )
 
 
 def _refuse_captured(layer: HostLayer, outputs: Sequence[Tensor], leaves: Sequence[Tensor], start: int) -> None:
