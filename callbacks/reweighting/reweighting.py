@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_megatrain.callbacks.gather import gather_rows
 from lightning_megatrain.callbacks.policy import Policy
 from lightning_megatrain.callbacks.training_losses import StepLosses, tap_losses, untap_losses
 
@@ -96,14 +97,18 @@ class ReweightingPolicy(Policy):
                 raise ValueError(
                     f"`weigh` must return a finite, non-negative weight for each of {len(losses.sums_B)} samples, got {weights_B}."
                 )
-            relative_B = weights_B / weights_B.mean().clamp(min=torch.finfo(torch.float32).tiny)
-            self._range.append((float(relative_B.min()), float(relative_B.max())))
-            last = self.loader.last
-            self.write(
-                trainer,
-                index=None if last is None else last.index.numpy(),
-                domain=None if last is None or last.domain is None else [self.loader.domains[d] for d in last.domain],
-                score=losses.means_B.cpu().double().numpy(),
-                weight=weights_B.cpu().double().numpy(),
-            )
+            self._keep(trainer, losses, weights_B)
             return weights_B
+
+    def _keep(self, trainer: pl.Trainer, losses: StepLosses, weights_B: Tensor) -> None:
+        """Note the micro-batch's weights for history and records, from all ranks."""
+        last = self.loader.last
+        assert last is not None
+        domain_B = torch.full_like(last.index, -1) if last.domain is None else last.domain
+        which = torch.stack([last.index, domain_B], dim=1).to(weights_B.device)
+        index, domain = gather_rows(which, trainer).cpu().numpy().T
+        score, weight = gather_rows(torch.stack([losses.means_B, weights_B], dim=1), trainer).double().cpu().numpy().T
+        relative = weight / max(weight.mean(), 1e-300)
+        self._range.append((float(relative.min()), float(relative.max())))
+        names = None if last.domain is None else [self.loader.domains[d] for d in domain]
+        self.write(trainer, index=index, domain=names, score=score, weight=weight)
