@@ -23,13 +23,15 @@ from lightning_megatrain.model_ops.preconditioning import AdamMoments
 from lightning_megatrain.model_ops.projection import Projection
 from lightning_megatrain.model_ops.taps import TENSOR, Join, Tap
 
+LayerNames = tuple[str, dict[str, str]]  # a layer's path, and for its parameters' names in it their names in the whole module
+
 
 class Collector:
     """The features of one batch, in the making."""
 
     def __init__(
         self,
-        module: nn.Module,
+        layers: dict[nn.Module, LayerNames],
         selected: dict[str, nn.Parameter],
         adam: dict[str, AdamMoments],
         projection: Projection,
@@ -40,7 +42,7 @@ class Collector:
         dtype = torch.promote_types(next(iter(selected.values())).dtype, torch.float32)
         self.features_BK = torch.zeros(batch_size, projection.width, dtype=dtype, device=device)
         self.root = torch.zeros((), device=device, requires_grad=True)
-        self.layers = _layers_of(module, selected)
+        self.layers = layers
         self.uses: Counter[str] = Counter()  # of each parameter in forward
         self.reports: Counter[str] = Counter()  # of each parameter's uses in backward
         self.waiting: defaultdict[str, list[SampleGradients]] = defaultdict(list)  # Adam is not linear: it needs the sum over all uses
@@ -153,10 +155,14 @@ class Collector:
                 )
 
 
-def _layers_of(module: nn.Module, selected: dict[str, nn.Parameter]) -> dict[nn.Module, tuple[str, dict[str, str]]]:
-    """Returns each layer that uses selected parameters, its path, and for their names in it their names in `module`."""
+def layers_of(module: nn.Module, selected: dict[str, nn.Parameter]) -> dict[nn.Module, LayerNames]:
+    """Returns each layer that uses selected parameters, with its names.
+
+    Raises:
+        NotImplementedError: for a parameter that lies loose around streamed layers.
+    """
     names = {id(p): name for name, p in selected.items()}
-    layers: dict[nn.Module, tuple[str, dict[str, str]]] = {}
+    layers: dict[nn.Module, LayerNames] = {}
     inside: set[nn.Module] = set()  # of a layer that reads its children's parameters
     for path, layer in module.named_modules():
         own = {} if layer in inside else {local: names[id(p)] for local, p in unit_parameters(layer) if id(p) in names}

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_megatrain.model_ops.collector import Collector
+from lightning_megatrain.model_ops.collector import Collector, layers_of
 from lightning_megatrain.model_ops.context import (
     batch_axes_of,
     batch_size_of,
@@ -102,8 +102,10 @@ def gradient_features(
         trainer = trainer_of(module)
         adam = adam_moments(optimizers if optimizers is not None else trainer.optimizers if trainer is not None else [], selected.items())
 
+    layers = layers_of(module, selected)  # before the engine's step puts device copies in the parameters' places
+
     def features_of(part: Any) -> Tensor:
-        collector = Collector(module, selected, adam, settings.make_projection(), batch_size_of(part), device_of(module))
+        collector = Collector(layers, selected, adam, settings.make_projection(), batch_size_of(part), device_of(module))
         with collector.attached(module):
             with precision_of(module):
                 losses_B = losses(module, part)

@@ -51,7 +51,7 @@ def gradients_of(call: Call, grad_outputs: list[Tensor | None]) -> Gradients:
     Raises:
         NotImplementedError: when the layer's input does not have the samples along its first axis.
     """
-    return _kind_of(call.layer, call.first_input, call.wanted)(call, grad_outputs)
+    return _kind_of(call)(call, grad_outputs)
 
 
 def is_closed_form(layer: nn.Module) -> bool:
@@ -64,14 +64,14 @@ def unit_parameters(layer: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     yield from layer.named_parameters(recurse=isinstance(layer, nn.MultiheadAttention))
 
 
-def _kind_of(layer: nn.Module, x: Tensor, wanted: list[str]) -> Callable[[Call, list[Tensor | None]], Gradients]:
+def _kind_of(call: Call) -> Callable[[Call, list[Tensor | None]], Gradients]:
     kinds = {nn.Linear.forward: _linear, Conv1D.forward: _conv1d, nn.LayerNorm.forward: _norm, nn.RMSNorm.forward: _norm}
-    forward = type(layer).forward
+    layer, forward = call.layer, type(call.layer).forward
     if forward is nn.Embedding.forward and not layer.scale_grad_by_freq:
         return _embedding
     if forward in kinds:
         return kinds[forward]
-    elementwise = all(layer.get_parameter(name).shape == x.shape[-1:] for name in wanted)
+    elementwise = all(call.weights[name].shape == call.first_input.shape[-1:] for name in call.wanted)
     return _norm_by_autograd if re.search(r"(RMS|Layer)Norm$", type(layer).__name__) and elementwise else _one_sample_at_a_time
 
 
