@@ -8,13 +8,13 @@ from typing import Any, Literal
 
 import lightning as L
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch.utils.data import ConcatDataset, DataLoader
+from torch.utils.data import DataLoader
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from typing_extensions import override
 
 from lightning_megatrain.datamodules.documents import DocumentSource
+from lightning_megatrain.datamodules.dynamic_loader import DynamicLoader
 from lightning_megatrain.datamodules.packing import PackedBlocks, PaddedDocuments, keeps_documents_apart, pad_batch
-from lightning_megatrain.datamodules.proportions import ProportionalSampler
 from lightning_megatrain.datamodules.text_domains import Domain, as_domains
 from lightning_megatrain.datamodules.token_cache import SPLITS, cache_key, default_cache_dir, open_split, tokenize
 from lightning_megatrain.datamodules.tokenizers import load_tokenizer
@@ -83,6 +83,8 @@ class MixtureDataModule(L.LightningDataModule):
         self._folders: dict[str, Path] = {}
         self.rows: dict[str, dict[str, PackedBlocks | PaddedDocuments]] = {}
         """Rows by split (train, val, test), then by domain; filled by :meth:`setup`."""
+        self._loader_of_run: DynamicLoader | None = None
+        self._place: dict[str, Any] | None = None  # of the training loader, from a checkpoint
         # Only what finds the tokenizer again: an exported model needs it, and the rest is in the run's config.yaml.
         self.save_hyperparameters("tokenizer", "block_size")
 
@@ -142,12 +144,40 @@ class MixtureDataModule(L.LightningDataModule):
         ]
         return [weight / sum(weights) for weight in weights]
 
+    @property
+    def val_datasets(self) -> dict[str, PackedBlocks | PaddedDocuments]:
+        """The validation rows by domain: a policy's target can be `"val_datasets"`, or `"val_datasets.code"` for one of them."""
+        return {name: rows for name, rows in self.rows["val"].items() if len(rows)}
+
     @override
-    def train_dataloader(self) -> DataLoader[Any]:
-        """One loader over all domains. An epoch is as many rows as they have together."""
-        rows = list(self.rows["train"].values())
-        sampler = ProportionalSampler([len(domain) for domain in rows], self.proportions(), self.seed)
-        return self._loader(ConcatDataset(rows), sampler=sampler)
+    def train_dataloader(self) -> DynamicLoader:
+        """One loader over all domains, which policies can change. An epoch is as many rows as they have together.
+
+        Where no domain has a proportion an epoch is each row once.
+        """
+        given = any(domain.proportion is not None for domain in self.domains.values())
+        self._loader_of_run = DynamicLoader(
+            self.rows["train"],
+            self.batch_size,
+            proportions=dict(zip(self.domains, self.proportions(), strict=True)) if given else None,
+            seed=self.seed,
+            num_workers=self.num_workers,
+            collate_fn=partial(pad_batch, pad_id=self.pad_id),
+        )
+        if self._place is not None:
+            self._loader_of_run.load_state_dict(self._place)
+            self._place = None
+        return self._loader_of_run
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        # Lightning keeps the loader's place too, but forgets it where a scheduler asked for the number of steps (its issue 20550).
+        return {"train_loader": self._loader_of_run.state_dict()} if self._loader_of_run is not None else {}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self.trainer is not None and self.trainer.training:
+            self._place = state_dict.get("train_loader")
 
     @override
     def val_dataloader(self) -> list[DataLoader[Any]]:
@@ -166,11 +196,10 @@ class MixtureDataModule(L.LightningDataModule):
         """The validation loaders: prediction scores their rows."""
         return self.val_dataloader()
 
-    def _loader(self, rows: Any, sampler: ProportionalSampler | None = None) -> DataLoader[Any]:
+    def _loader(self, rows: Any) -> DataLoader[Any]:
         return DataLoader(
             rows,
             batch_size=self.batch_size,
-            sampler=sampler,
             num_workers=self.num_workers,
             collate_fn=partial(pad_batch, pad_id=self.pad_id),
         )

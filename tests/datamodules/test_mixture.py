@@ -1,7 +1,6 @@
 import json
 
 import lightning as L
-import numpy as np
 import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -9,7 +8,6 @@ from transformers import AutoConfig
 
 from lightning_megatrain.causal_lm import CausalLM
 from lightning_megatrain.datamodules import MixtureDataModule
-from lightning_megatrain.datamodules.proportions import ProportionalSampler
 
 LLAMA = {
     "model_type": "llama",
@@ -75,29 +73,43 @@ def test_without_proportions_each_domain_weighs_as_many_rows_as_it_has(domains, 
     assert data.proportions() == pytest.approx([size / sum(sizes) for size in sizes])
 
 
+def test_without_proportions_an_epoch_is_each_row_once(domains, tmp_path):
+    loader = ready(domains, tmp_path).train_dataloader()
+    drawn = torch.cat([loader.last.index for _ in loader])
+    assert sorted(drawn.tolist()) == list(range(loader.num_samples))
+
+
 def test_rows_come_in_the_proportions_given(domains, tmp_path):
     data = ready({**domains, "many": {**domains["many"], "proportion": 1}, "few": {**domains["few"], "proportion": 3}}, tmp_path)
     assert data.proportions() == [0.25, 0.75]
-    border = len(data.rows["train"]["many"])
-    drawn = np.array(list(data.train_dataloader().sampler))
-    assert abs((drawn < border).mean() - 0.25) < 1 / len(drawn)
-    few = drawn[drawn >= border]
+    loader = data.train_dataloader()
+    drawn = [loader.last for _ in loader]
+    domain, index = torch.cat([d.domain for d in drawn]), torch.cat([d.index for d in drawn])
+    assert loader.domains == ["many", "few"]
+    assert abs((domain == 0).sum() - 0.25 * len(domain)) <= 2  # in a part of a window
     size = len(data.rows["train"]["few"])
-    assert len(set(few[:size])) == size, "no row twice before every other once"
+    assert len(set(index[domain == 1][:size].tolist())) == size, "no row twice before every other once"
 
 
-def test_the_order_depends_on_seed_and_epoch_only_and_epochs_follow_one_another():
-    sizes, proportions = [7, 13], [0.3, 0.7]
+def test_a_resumed_run_goes_on_where_it_was_although_the_schedule_asked_for_the_number_of_steps(domains, tmp_path):
+    class Asking(CausalLM):
+        def configure_optimizers(self):
+            assert self.trainer.estimated_stepping_batches > 3
+            return super().configure_optimizers()
 
-    def epoch(number, seed=0):
-        sampler = ProportionalSampler(sizes, proportions, seed, epoch_rows=26)
-        sampler.set_epoch(number)
-        return list(sampler)
+        def on_train_batch_start(self, batch, batch_idx):
+            super().on_train_batch_start(batch, batch_idx)
+            self.seen.append(self.trainer.train_dataloader.last.index.tolist())
 
-    assert epoch(1) == epoch(1)
-    assert epoch(1) != epoch(1, seed=1)
-    rows = [row for row in epoch(0) + epoch(1) if row < 7]
-    assert sorted(rows[:14]) == sorted([*range(7), *range(7)])
+    runs = []
+    for ckpt_path in (None, tmp_path / "step=3.ckpt"):
+        model, data = Asking(LLAMA), ready(domains, tmp_path)
+        model.seen = []
+        saver = L.pytorch.callbacks.ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=3, save_top_k=-1)
+        trainer = L.Trainer(max_steps=6, callbacks=[saver], logger=False, enable_progress_bar=False, accelerator="cpu", limit_val_batches=0)
+        trainer.fit(model, datamodule=data, ckpt_path=ckpt_path)
+        runs.append(model.seen)
+    assert runs[1] == runs[0][3:]
 
 
 @pytest.mark.parametrize(
