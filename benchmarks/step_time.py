@@ -112,9 +112,9 @@ def main() -> None:
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()}, {threads} threads"
     print(
         f"{date.today()}, torch {torch.__version__}, {where}; {parameters / 1e6:.1f} M parameters, {layers} layers of width "
-        f"{arguments.width}, batch {arguments.batch} x {arguments.sequence}, {arguments.precision}, fused AdamW, {arguments.rounds} rounds\n"
+        f"{arguments.width}, batch {arguments.batch} x {arguments.sequence}, {arguments.precision}, fused AdamW, {arguments.rounds} rounds"
     )
-    print("| | median s | of plain | of checkpointing | tokens/s | TFLOP/s | losses as plain |")
+    print("\n| | median s | of plain | of checkpointing | tokens/s | TFLOP/s | losses as plain |")
     print("|---|---|---|---|---|---|---|")
     by_name = {one.name: one for one in contenders}
     for one in contenders:

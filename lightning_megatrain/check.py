@@ -138,10 +138,11 @@ def _run(arguments: Sequence[str], strategy: str) -> Record:
         @override
         def before_instantiate_classes(self) -> None:
             trainer = self.config["trainer"]
-            accumulate = trainer["accumulate_grad_batches"] or 1
-            trainer.update({"max_steps": STEPS, "max_epochs": -1, "limit_train_batches": STEPS * accumulate, "limit_val_batches": 0})
-            trainer.update({"num_sanity_val_steps": 0, "logger": False, "enable_checkpointing": False, "enable_model_summary": False})
-            trainer.update({"enable_progress_bar": False, "callbacks": None, "devices": 1, "fast_dev_run": False})
+            steps = STEPS * (trainer["accumulate_grad_batches"] or 1)
+            short = {"max_steps": STEPS, "max_epochs": -1, "limit_train_batches": steps, "limit_val_batches": 0, "num_sanity_val_steps": 0}
+            quiet = {"logger": False, "enable_checkpointing": False, "enable_model_summary": False, "enable_progress_bar": False}
+            for key, value in {**short, **quiet, "callbacks": None, "devices": 1, "fast_dev_run": False}.items():
+                trainer[key] = value
             if strategy == "auto":
                 trainer["strategy"] = "auto"
             _shrink(self.config["model"])

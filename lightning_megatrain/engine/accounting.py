@@ -2,11 +2,12 @@
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import Literal
+from typing import Literal, get_args
 
 from torch import Tensor
 
 Kind = Literal["slots", "resident", "buffers", "saved inputs", "gradients"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 class Holding:
@@ -33,9 +34,9 @@ class Accounting:
 
     def __init__(self) -> None:
         self._held: dict[Kind, dict[int, list[int]]] = {}
-        self.device_bytes: Counter[Kind] = Counter()
+        self.device_bytes: Counter[Kind] = Counter(dict.fromkeys(KINDS, 0))
         """Bytes held on the device now, by kind."""
-        self.peak_bytes: Counter[Kind] = Counter()
+        self.peak_bytes: Counter[Kind] = Counter(self.device_bytes)
         """The most bytes held at once, by kind."""
         self.loads: Counter[str] = Counter()
         """Times each layer's weights were brought into a slot, by layer."""

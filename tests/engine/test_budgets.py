@@ -1,0 +1,125 @@
+"""What the engine holds, moves and computes, to the byte."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from lightning_megatrain.engine import Engine
+from tests.emulated import emulated_device
+from tests.engine.models import Tower, loss_of, tokens
+
+
+def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, seed: int, device: str) -> None:
+    loss_of(model, tokens(seed, device)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def run(layers: int, steps: int = 3, **options: object) -> tuple[Engine, Tower, int]:
+    """Trains a few steps, counting the last; returns the engine, the model, and the device's own count of its peak."""
+    with emulated_device() as device:
+        model = Tower(layers)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with Engine(model, "emu", **options) as engine:  # type: ignore[arg-type]
+            for number in range(steps):
+                if number == steps - 1:
+                    engine.accounting.reset()
+                    device.reset_counters()
+                step(model, optimizer, number, "emu")
+            return engine, model, device.peak_bytes
+
+
+def test_two_slots_of_the_size_of_a_layer() -> None:
+    engine, model, _ = run(layers=5)
+    assert engine.accounting.peak_bytes["slots"] == 2 * engine.layers[0].nbytes
+    assert engine.layers[0].nbytes == sum(p.nbytes for p in model.blocks[0].parameters())  # each a multiple of 64 bytes here
+
+
+def test_device_memory_grows_with_depth_by_the_saved_inputs_alone() -> None:
+    shallow, _, shallow_peak = run(layers=4)
+    deep, _, deep_peak = run(layers=32)
+    saved = 2 * 5 * 16 * 4  # one input of B x T x width in FP32
+    growth = {kind: deep.accounting.peak_bytes[kind] - shallow.accounting.peak_bytes[kind] for kind in deep.accounting.peak_bytes}
+    assert growth == {"slots": 0, "resident": 0, "buffers": 0, "gradients": 0, "saved inputs": 28 * saved}
+    assert deep_peak - shallow_peak == 28 * saved
+
+
+@pytest.mark.parametrize("slots", [2, 3, 4])
+def test_a_layer_is_loaded_twice_a_step_unless_it_is_still_in_a_slot(slots: int) -> None:
+    layers = 6
+    engine, _, _ = run(layers=layers, slots=slots)
+    assert engine.accounting.loads.total() == 2 * layers - slots
+    assert engine.accounting.bytes_to_device == (2 * layers - slots) * sum(p.nbytes for p in engine.layers[0].parameters) + sum(
+        engine.parameters[name].nbytes for name in ("embedding.weight", "head.weight", "head.bias")
+    )
+
+
+def test_after_the_first_step_no_load_is_waited_for() -> None:
+    engine, _, _ = run(layers=6)
+    assert (engine.accounting.prefetch_misses, engine.accounting.prefetch_hits) == (0, 12)
+
+
+def test_each_trainable_byte_comes_back_once() -> None:
+    engine, model, _ = run(layers=6)
+    assert engine.accounting.bytes_to_host == sum(p.nbytes for p in model.parameters())
+
+
+def test_frozen_layers_send_no_gradients_and_a_frozen_prefix_is_not_run_again() -> None:
+    with emulated_device():
+        model = Tower(layers=6)
+        model.embedding.requires_grad_(False)
+        for block in model.blocks[:4]:
+            block.requires_grad_(False)
+        with Engine(model, "emu") as engine:
+            loss_of(model, tokens(device="emu")).backward()
+            assert engine.accounting.bytes_to_host == sum(p.nbytes for p in model.parameters() if p.requires_grad)
+            assert engine.accounting.prefetch_hits + engine.accounting.prefetch_misses == 6 + 2  # forward of all, backward of the last two
+        assert [name for name, p in model.named_parameters() if p.grad is not None] == [
+            name for name, p in model.named_parameters() if p.requires_grad
+        ]
+
+
+def test_casts_send_half_the_bytes() -> None:
+    with emulated_device():
+        model = Tower(layers=6, width=32)  # so that each BF16 bias fills 64 bytes, the alignment of a slot
+        with Engine(model, "emu") as engine:
+            for seed in range(2):
+                engine.accounting.reset()
+                with torch.autocast("emu", torch.bfloat16, cache_enabled=False):
+                    loss = loss_of(model, tokens(seed, "emu"))
+                loss.backward()
+            cast = sum(p.nbytes for name, p in model.blocks[0].named_parameters() if "norm" not in name)
+            kept = sum(p.nbytes for name, p in model.blocks[0].named_parameters() if "norm" in name)
+            resident = sum(engine.parameters[name].nbytes for name in ("embedding.weight", "head.weight", "head.bias"))
+            assert engine.accounting.bytes_to_device == 10 * (cast // 2 + kept) + resident
+            assert engine.accounting.bytes_to_host == 6 * (cast // 2 + kept) + resident
+            assert engine.accounting.device_bytes["slots"] == 2 * (cast // 2 + kept)
+            assert sum(layer.working_copy_bytes for layer in engine.layers) == 6 * cast // 2
+
+
+def test_flops_are_plain_plus_one_forward_of_the_streamed_layers() -> None:
+    def flops(model: Tower) -> int:
+        with FlopCounterMode(display=False) as counter:
+            loss_of(model, tokens()).backward()
+        return counter.get_total_flops()
+
+    model = Tower(layers=5)
+    plain = flops(model)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        hidden = model.embedding(tokens())
+        for block in model.blocks:
+            hidden = block(hidden)
+    with Engine(model):
+        assert flops(model) == plain + counter.get_total_flops()
+
+
+def test_saved_inputs_are_given_back_by_backward_and_by_a_dropped_graph() -> None:
+    model = Tower(layers=3)
+    with Engine(model) as engine:
+        loss = loss_of(model, tokens())
+        assert engine.accounting.device_bytes["saved inputs"] == 3 * 2 * 5 * 16 * 4
+        loss.backward()
+        assert engine.accounting.device_bytes["saved inputs"] == 0
+        loss = loss_of(model, tokens())
+        del loss
+        assert engine.accounting.device_bytes["saved inputs"] == 0
