@@ -1,0 +1,195 @@
+"""Checkpoints are Lightning's own: they load under any strategy, and a resumed run ends as one that never stopped."""
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+
+from tests.strategy.compare import MakeTrainer, Place, Recorder, assert_same, differences, plain, state, streamed
+from tests.strategy.subject import Subject, batches
+
+
+class Scheduled(Subject):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), self.lr)
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 8), "interval": "step"}]
+
+
+class SaveAt(Callback):
+    """Writes a checkpoint after one batch, and the random state beside it, which Lightning does not keep."""
+
+    def __init__(self, batch: int) -> None:
+        self.batch = batch
+        self.random: Any = None
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.fit_loop.epoch_loop.total_batch_idx == self.batch:
+            trainer.save_checkpoint("middle.ckpt")
+            self.random = torch.get_rng_state()
+
+
+class RandomState(Callback):
+    """Continues the random numbers of the run that was stopped: the model has dropout."""
+
+    def __init__(self, random: Any) -> None:
+        self.random = random
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        torch.set_rng_state(self.random)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("saved_at", [1, 3, 4])  # in the middle of a window, at the end of an epoch, in the middle of the next
+def test_a_resumed_run_equals_one_that_never_stopped(place: Place, fused: bool, saved_at: int) -> None:
+    model, save = Scheduled(), SaveAt(saved_at)
+    with streamed(place, fused_optimizer=fused) as make:
+        make(max_epochs=3, callbacks=[save]).fit(model, batches(4))
+    resumed = Scheduled()
+    with streamed(place, fused_optimizer=fused) as make:
+        loader = batches(4)
+        trainer = make(max_epochs=3, callbacks=[RandomState(save.random)])
+        skipped = Skipping(loader, (saved_at + 1) % 4)
+        trainer.fit(resumed, skipped, ckpt_path="middle.ckpt", weights_only=False)
+    assert not differences(state(model), state(resumed))
+
+
+class Skipping:
+    """A sized loader that goes on in the middle of an epoch, as a stateful one does."""
+
+    def __init__(self, loader: Any, start: int) -> None:
+        self.loader, self.start = loader, start
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Any:
+        start, self.start = self.start, 0
+        return iter(list(self.loader)[start:])
+
+
+def fit_and_save(make: MakeTrainer, path: str, **options: Any) -> L.Trainer:
+    torch.manual_seed(0)
+    trainer = make(max_epochs=2, **options)
+    trainer.fit(Scheduled(), batches())
+    trainer.save_checkpoint(path)
+    return trainer
+
+
+def without_names(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """All but what names the precision plugin and the version."""
+    return {key: value for key, value in checkpoint.items() if not key.endswith("Precision")}
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_a_checkpoint_equals_plains_in_every_key_and_number(place: Place, precision: Any) -> None:
+    fit_and_save(plain, "plain.ckpt", precision=precision)
+    with streamed(place) as make:
+        fit_and_save(make, "streamed.ckpt", precision=precision)
+    expected, found = (without_names(torch.load(f"{name}.ckpt", weights_only=False)) for name in ("plain", "streamed"))
+    assert not differences(expected, found)
+    assert expected["optimizer_states"][0]["param_groups"] == found["optimizer_states"][0]["param_groups"]
+
+
+def test_with_the_fused_kernel_a_checkpoint_has_plains_flags_and_keys(place: Place) -> None:
+    fit_and_save(plain, "plain.ckpt")
+    with streamed(place, fused_optimizer=True) as make:
+        trainer = fit_and_save(make, "streamed.ckpt")
+        assert trainer.optimizers[0].param_groups[0]["fused"] is True
+    expected, found = (torch.load(f"{name}.ckpt", weights_only=False)["optimizer_states"][0] for name in ("plain", "streamed"))
+    assert expected["param_groups"] == found["param_groups"]
+    assert {k: set(v) for k, v in expected["state"].items()} == {k: set(v) for k, v in found["state"].items()}
+    for one, other in zip(expected["state"].values(), found["state"].values(), strict=True):
+        assert all(one[key].dtype == other[key].dtype and other[key].device.type == "cpu" for key in one)
+
+
+@pytest.mark.parametrize("written_by", ["plain", "streamed"])
+def test_each_resumes_from_the_others_checkpoint(place: Place, written_by: str) -> None:
+    """Three epochs by either equal two by one and one by the other."""
+    model = Scheduled()
+    torch.manual_seed(0)
+    save = SaveAt(5)
+    plain(max_epochs=3, callbacks=[save]).fit(model, batches())
+
+    with streamed(place) as make:
+        first, second = (plain, make) if written_by == "plain" else (make, plain)
+        torch.manual_seed(0)
+        Scheduled()  # the same random numbers as above
+        torch.manual_seed(0)
+        first(max_epochs=2, callbacks=[SaveAt(5)]).fit(Scheduled(), batches())
+        resumed = Scheduled()
+        second(max_epochs=3, callbacks=[RandomState(save.random)]).fit(resumed, batches(), ckpt_path="middle.ckpt", weights_only=False)
+    assert not differences(state(model), state(resumed))
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_a_mixed_precision_checkpoint_resumes_under_the_strategy(place: Place, precision: Any) -> None:
+    """Each precision plugin saves under its own name; none may be missed."""
+    fit_and_save(plain, "plain.ckpt", precision=precision)
+    with streamed(place) as make:
+        model = Scheduled()
+        make(max_epochs=3, precision=precision).fit(model, batches(), ckpt_path="plain.ckpt", weights_only=False)
+    assert not differences(model.trainer.global_step, 9)
+
+
+def test_load_from_checkpoint_gives_the_trained_module(place: Place) -> None:
+    with streamed(place) as make:
+        trainer = fit_and_save(make, "streamed.ckpt")
+    trained = trainer.lightning_module
+    loaded = Scheduled.load_from_checkpoint("streamed.ckpt")
+    assert not differences(state(trained), state(loaded))
+    assert all(p.device.type == "cpu" for p in loaded.parameters())
+
+
+def test_weights_only_checkpoints_hold_no_optimizer(place: Place) -> None:
+    with streamed(place) as make:
+        trainer = fit_and_save(make, "unused.ckpt")
+        trainer.save_checkpoint("weights.ckpt", weights_only=True)
+    checkpoint = torch.load("weights.ckpt", weights_only=True)
+    assert "optimizer_states" not in checkpoint
+    assert not differences(state(trainer.lightning_module), checkpoint["state_dict"])
+
+
+def test_evaluation_from_a_checkpoint(place: Place) -> None:
+    with streamed(place) as make:
+        fit_and_save(make, "streamed.ckpt")
+
+    def run(make: MakeTrainer) -> Any:
+        return make().validate(Subject(), batches(2), ckpt_path="streamed.ckpt", weights_only=False, verbose=False)
+
+    assert_same(run, place)
+
+
+def test_the_best_checkpoint_is_kept_and_loaded(place: Place) -> None:
+    def run(make: MakeTrainer) -> Any:
+        keep, record, model = ModelCheckpoint("kept", monitor="val_loss", save_last=True, save_top_k=1), Recorder(), Subject()
+        trainer = make(max_epochs=3, callbacks=[keep, record], enable_checkpointing=True)
+        trainer.fit(model, batches(), batches(2))
+        metrics = trainer.test(model, batches(1), ckpt_path="best", weights_only=False, verbose=False)
+        return keep.best_model_score, keep.best_model_path.split("/")[-1].split("-v")[0], metrics, record.everything(model)
+
+    assert_same(run, place)
+
+
+def test_loading_copies_into_the_modules_own_parameters(place: Place) -> None:
+    with streamed(place) as make:
+        fit_and_save(make, "streamed.ckpt")
+        model = Scheduled()
+        before = {name: (id(p), p.data_ptr()) for name, p in model.named_parameters()}
+        make(max_epochs=3).fit(model, batches(), ckpt_path="streamed.ckpt", weights_only=False)
+    assert {name: (id(p), p.data_ptr()) for name, p in model.named_parameters()} == before
+
+
+def test_a_saved_part_of_the_model_is_as_large_as_that_part(place: Place) -> None:
+    """Parameters have storages of their own: torch.save writes the whole storage of a view."""
+
+    class Saving(Subject):
+        def on_train_end(self) -> None:
+            torch.save({"bias": self.net.blocks[1].up.bias.detach()}, "bias.pt")
+
+    with streamed(place) as make:
+        model = Saving()
+        make(max_epochs=1).fit(model, batches(1))
+    saved = torch.load("bias.pt", weights_only=True)["bias"]
+    assert saved.untyped_storage().nbytes() == model.net.blocks[1].up.bias.nbytes
