@@ -1,5 +1,6 @@
 """What HostAdamW refuses, before any memory is touched."""
 
+import functools
 import warnings
 from typing import Any
 
@@ -83,14 +84,10 @@ def checked_gradient(parameter: Tensor, gradient: Tensor | None) -> Tensor:
     return torch.empty_like(parameter, dtype=dtype, requires_grad=False).copy_(gradient)
 
 
-_warned: set[str] = set()
-
-
+@functools.cache
 def _warn_rounded() -> None:
-    if "rounded" not in _warned:
-        _warned.add("rounded")
-        warnings.warn(
-            'masters="none": each new BF16 weight is rounded, which loses every update below 1/256 of the weight. '
-            'masters="split" keeps them all for 2 bytes a parameter.',
-            stacklevel=4,
-        )
+    warnings.warn(
+        'masters="none": each new BF16 weight is rounded, which loses every update below 1/256 of the weight. '
+        'masters="split" keeps them all for 2 bytes a parameter.',
+        stacklevel=4,
+    )

@@ -326,9 +326,11 @@ class HostAdamW(torch.optim.Optimizer):
             saved = loaded["state"].get(key)
             if not saved:
                 continue
-            own = self.state.get(parameter) or state.new(
-                parameter, self.moments, amsgrad="max_exp_avg_sq" in saved, low=self._is_split(parameter)
-            )
+            own = self.state.get(parameter)
+            if not own:
+                own = state.new(parameter, self.moments, amsgrad="max_exp_avg_sq" in saved, low=self._is_split(parameter))
+            elif "master_low" in own:
+                self._fresh_low(parameter)
             state.imported(parameter, own, saved)
             self._versions[parameter] = parameter._version
             states[parameter] = own

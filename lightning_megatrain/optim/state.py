@@ -111,8 +111,6 @@ def imported(parameter: Tensor, own: State, saved: State) -> None:
         own["max_exp_avg_sq"].copy_(saved["max_exp_avg_sq"])
     if "master" in saved:
         _import_master(parameter, own, torch.empty_like(parameter, dtype=torch.float32).copy_(saved["master"]))
-    elif "master_low" in own:
-        own["master_low"].zero_()
 
 
 def _import_moments(own: State, saved: State) -> None:

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 EPSILON = 2.0**-24  # half a unit in the last place, relative: what one FP32 operation may lose
