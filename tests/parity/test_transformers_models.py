@@ -1,0 +1,38 @@
+"""Hugging Face models train alike, plain and streamed."""
+
+import pytest
+
+from tests.parity.compare import Parity
+from tests.parity.table import Case, cases
+from tests.parity.transformers_models import MODELS
+
+EVERY_TIME, THE_REST = cases(MODELS, in_full=("llama", "mixtral"))
+PARITY = Parity(MODELS)
+
+
+@pytest.mark.parametrize("case", EVERY_TIME, ids=str)
+def test_trains_as_it_does_plain(case: Case) -> None:
+    PARITY.check(case)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", THE_REST, ids=str)
+def test_trains_as_it_does_plain_in_every_other_combination(case: Case) -> None:
+    PARITY.check(case)
+
+
+def test_every_case_is_collected() -> None:
+    assert len(MODELS) == 24
+    assert len(set(EVERY_TIME)) == 2 * 24 + 22 * 4
+    assert len(set(EVERY_TIME) | set(THE_REST)) == 24 * 24
+
+
+@pytest.mark.parametrize("policy", ["eager:weights", "eager:gradients", "eager:compute", "random:1", "random:2"])
+@pytest.mark.parametrize("model", ["gemma3", "gpt2", "t5"])
+def test_trains_as_it_does_plain_in_whatever_order_the_lanes_run(model: str, policy: str) -> None:
+    PARITY.check(Case(model, "bf16-mixed", 3, "norm", "emu"), policy)
+
+
+@pytest.mark.parametrize("model", ["qwen3_moe", "llava"])
+def test_trains_as_it_does_plain_with_three_slots(model: str) -> None:
+    PARITY.check(Case(model, "bf16-mixed", 1, "norm", "emu"), slots=3)
