@@ -1,6 +1,6 @@
 """`Trainer(strategy="megatrain")`: trains with the parameters in host memory."""
 
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,6 +20,7 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.optim import Optimizer
 from torchmetrics import Metric
+from tqdm.auto import tqdm
 from typing_extensions import override
 
 from lightning_megatrain.engine import Engine
@@ -173,9 +174,14 @@ class MegaTrainStrategy(SingleDeviceStrategy):
         assert self.lightning_module is not None
         if self._engine is not None:
             self._engine.close()
-        self._engine = Engine(
-            self.lightning_module, self.root_device, compute_dtype=compute_dtype(self.precision_plugin), **self._engine_options
-        )
+        with _locking_progress(self.lightning_module, self.root_device) as progress:
+            self._engine = Engine(
+                self.lightning_module,
+                self.root_device,
+                compute_dtype=compute_dtype(self.precision_plugin),
+                progress=progress,
+                **self._engine_options,
+            )
         for module in self.lightning_module.modules():
             if isinstance(module, Metric):  # a metric's states are neither parameters nor buffers
                 module.to(self.root_device)
@@ -264,6 +270,20 @@ class MegaTrainStrategy(SingleDeviceStrategy):
             rank_zero_info(
                 f"{', '.join(names)} runs torch's fused CPU kernel; MegaTrainStrategy(fused_optimizer=False) leaves it as it is."
             )
+
+
+@contextmanager
+def _locking_progress(module: LightningModule, device: torch.device) -> Generator[Callable[[int], None], None, None]:
+    """A bar for page-locking, which takes about a second for every few gigabytes."""
+    nbytes = sum(p.nbytes for p in module.parameters())
+    with tqdm(
+        total=nbytes, desc="Page-locking host memory", unit="B", unit_scale=True, disable=device.type == "cpu" or nbytes < 1 << 30
+    ) as bar:
+
+        def progress(done: int) -> None:
+            bar.update(done)
+
+        yield progress
 
 
 def _check_optimizer(optimizer: Optimizer) -> None:

@@ -7,7 +7,7 @@ engine states the reason of every wait and of every owner, so that tests can tak
 
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -132,8 +132,7 @@ class _StreamLane:
         return self._current().record_event()
 
     def wait(self, event: Event, reason: str) -> None:
-        assert isinstance(event, torch.Event)
-        self._current().wait_event(event)
+        self._current().wait_event(cast(torch.Event, event))
 
     def hold(self, tensors: Iterable[Tensor], reason: str) -> Held:
         return Held(tensors)
