@@ -196,9 +196,8 @@ def test_prediction_scores_each_row():
 
 
 def test_the_loss_is_the_one_transformers_computes():
-    module = make_model(
-        {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.5}
-    )
+    experts = {"num_key_value_heads": 4, "num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.5}
+    module = make_model({**LLAMA, "model_type": "mixtral", **experts})
     batch = pad_batch(make_rows([12, 12]))
     theirs = module.model(**batch, use_cache=False).loss
     rows = [{key: value[i] for key, value in batch.items()} for i in range(2)]
