@@ -26,6 +26,7 @@ import lightning_megatrain.datamodules  # noqa: F401
 # What is no Trainer method: the module whose `main(arguments)` runs, and its line in the help.
 COMMANDS = {
     "check": ("lightning_megatrain.check", "train two steps plain and streamed, and say whether they agree"),
+    "doremi": ("lightning_megatrain.doremi", "learn the shares of domains with a small model and train with them"),
     "export": ("lightning_megatrain.export", "write a checkpoint as a folder that transformers loads"),
 }
 
