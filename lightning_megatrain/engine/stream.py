@@ -118,7 +118,9 @@ class Stream:
             return known
         index, phase = use
         index += -1 if phase == "backward" else 1
-        return (index, phase) if 0 <= index < len(self._layers) else None
+        if not 0 <= index < len(self._layers) or (phase == "backward" and not self._layers[index].outstanding):
+            return None
+        return index, phase
 
     def _slot_of(self, layer: HostLayer) -> Slot | None:
         made = (self._clock.now, layer.layout, layer.stamp())

@@ -13,7 +13,7 @@ from lightning_megatrain.engine.accounting import Holding
 from lightning_megatrain.engine.autograd import differentiable_once, will_accumulate
 from lightning_megatrain.engine.buffers import BufferPlace
 from lightning_megatrain.engine.calls import Arguments, Results
-from lightning_megatrain.engine.casts import CastWatch, casting
+from lightning_megatrain.engine.casts import CastWatch, casting, may_be_watched
 from lightning_megatrain.engine.gradients import has_hooks
 from lightning_megatrain.engine.host import HostLayer, Stamp
 from lightning_megatrain.engine.passes import _PASS, Pass, current_pass
@@ -232,6 +232,10 @@ def _watch_casts(engine: "Engine", layer: HostLayer, weights: Sequence[Tensor]) 
     """In the first forward of each mode under BF16 autocast, sees which weights are only ever cast."""
     training = layer.module.training
     if not (engine.casts_streamed and casting(engine.device) and layer.casts_undecided(training)):
+        yield
+        return
+    if not may_be_watched(layer.modules):
+        layer.decide_casts(training, set())
         yield
         return
     fp32 = [index for index, weight in enumerate(weights) if layer.parameters[index].dtype is torch.float32]
