@@ -377,3 +377,17 @@ def test_the_gradient_does_not_depend_on_how_rows_are_spread_over_processes():
     for rank in range(2):
         for name, gradient in torch.load(f"gradients{rank}.pt").items():
             torch.testing.assert_close(gradient, whole.gradients[0][name], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "megatrain"])
+def test_a_text_can_be_sampled_while_and_after_training(strategy):
+    texts = []
+
+    class Sample(L.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            texts.append(pl_module.generate("ab", load_tokenizer("bytes"), max_new_tokens=4))
+
+    module = make_model(**SGD)
+    make_trainer(max_steps=2, callbacks=[Sample()], strategy=strategy).fit(module, loader(make_rows([5, 6]), 1))
+    texts.append(module.generate("ab", load_tokenizer("bytes"), max_new_tokens=4))
+    assert texts[1] == texts[2], "the same weights, the same seed"
