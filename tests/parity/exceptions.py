@@ -17,8 +17,8 @@ class Tolerance:
         return {"loss": self.loss, "gradient": self.gradient, "state": self.state}[section]
 
 
-# Loss and gradients to a few roundings of FP32. Adam divides by the gradient's own size, so that a gradient near zero carries its error, however
-# small, into a step of the size of the learning rate.
+# Loss and gradients to a few roundings of FP32. Adam divides by the gradient's own size, so that a gradient near zero carries its error,
+# however small, into a step of the size of the learning rate.
 _FP32 = {"loss": 1e-6, "gradient": 1e-6, "state": 1e-4}
 
 NOT_BITWISE: dict[tuple[str, str, str], Tolerance] = {

@@ -85,8 +85,7 @@ def _train(strategy: str | Strategy, accelerator: str | Accelerator, precision: 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_two_backwards_of_one_forward_and_two_optimizers(precision: str, accelerator: str, raw: bool) -> None:
     plain = _train("auto", "cpu", precision, raw)
-    assert any(gradient is None for gradient in plain)
-    assert sum(gradient is not None for gradient in plain) > len(plain) / 2
+    assert {gradient is None for gradient in plain} == {True, False}
     megatrain = MegaTrainStrategy(fused_optimizer=False)
     if accelerator == "emu":
         with emulated_device("random:0"):
