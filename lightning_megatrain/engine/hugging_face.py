@@ -81,12 +81,20 @@ class PrivateCache:
         if hasattr(cache, "is_updated"):
             new.is_updated = dict(cache.is_updated)
         if isinstance(getattr(cache, "layers", None), list):
-            new.layers = [copy.copy(layer) if self._ours(index) else layer for index, layer in enumerate(cache.layers)]
+            new.layers = [_copied(layer) if self._ours(index) else layer for index, layer in enumerate(cache.layers)]
         return new
 
 
+def _copied(layer: Any) -> Any:
+    """A copy of one layer's part of a cache; linear attention keeps its states in mappings."""
+    new = copy.copy(layer)
+    vars(new).update({name: copy.copy(value) for name, value in vars(layer).items() if isinstance(value, dict | list)})
+    return new
+
+
 def _initialized(layer: Any) -> bool:
-    return bool(getattr(layer, "is_initialized", False)) and getattr(layer, "keys", None) is not None and layer.keys.numel() > 0
+    keys = bool(getattr(layer, "is_initialized", False)) and getattr(layer, "keys", None) is not None and layer.keys.numel() > 0
+    return keys or any(getattr(layer, "has_previous_state", {}).values())
 
 
 def _collector() -> Any:
