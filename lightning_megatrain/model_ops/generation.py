@@ -6,6 +6,7 @@ Shapes: B samples, T tokens.
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -124,6 +125,8 @@ def _until_end(row_T: Tensor, ends: list[int]) -> Tensor:
 
 def _is_sharded(module: nn.Module) -> bool:
     """Returns whether every rank must take part in every forward, also when its own sequences have ended."""
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return False
     if any(hasattr(p, "ds_id") or hasattr(p, "full_tensor") for p in module.parameters()):
         return True
     trainer = trainer_of(module)

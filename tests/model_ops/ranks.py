@@ -11,12 +11,15 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 from lightning_megatrain.model_ops import (
     FeatureStore,
     GradientSettings,
     data_fingerprint,
+    embed,
     feature_key,
     generate,
     gradient_features,
@@ -126,3 +129,24 @@ def _train(ask: bool, folder: str) -> dict[str, Any]:
     module = Lit(llama())
     trainer.fit(module, DataLoader(dataset(16), batch_size=2))  # type: ignore[arg-type]
     return {"weights": [p.detach() for p in module.parameters()], **callback.found}
+
+
+OPERATIONS = {"losses": sample_losses, "embeddings": embed, "texts": lambda m, b: generate(m, b, 3)}
+
+
+def ask_sharded(rank: int, samples: int) -> dict[str, Any]:
+    """FSDP2, as ModelParallelStrategy applies it, on each layer and on the whole."""
+    model = llama()
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    found = {name: operation(model, text_batch()) for name, operation in OPERATIONS.items()}
+    found |= {
+        f"{name} over {samples}": over_dataset(op, model, dataset(samples), batch_size=2, progress=False) for name, op in OPERATIONS.items()
+    }
+    try:
+        gradient_features(model, text_batch())
+    except NotImplementedError as error:
+        found["refusal"] = str(error)
+    return found

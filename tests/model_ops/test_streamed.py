@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_megatrain.engine import Engine
-from lightning_megatrain.model_ops import GradientSettings, embed, generate, gradient_features, over_dataset, sample_losses
-from tests.emulated import EmulatedAccelerator, emulated_device
-from tests.model_ops.subjects import Lit, bert, gpt2, llama, loop_features, rows_of, text_batch, tied_llama
+from lightning_megatrain.model_ops import GradientSettings, embed, generate, gradient_features, over_dataset, projection, sample_losses
+from tests.emulated import DEVICE, EmulatedAccelerator, emulated_device
+from tests.model_ops.subjects import VOCABULARY, Lit, bert, gpt2, llama, loop_features, rows_of, text_batch, tied_llama
 
 SUBJECTS: dict[str, tuple[Callable[[], nn.Module], dict[str, Tensor]]] = {
     "llama": (llama, text_batch(samples=8)),
@@ -46,26 +47,30 @@ class Ask(pl.Callback):
             assert all(p.grad is grad and torch.equal(grad, value) for p, grad, value in grads)
 
 
-def train(subject: str, strategy: str, ask: bool = True, precision: Any = "32-true", accelerator: Any = "cpu", **also: Any) -> tuple[Any, list[Tensor]]:
+def train(
+    subject: str, strategy: str, ask: bool = True, precision: Any = "32-true", accelerator: Any = "cpu", **also: Any
+) -> tuple[Any, list[Tensor]]:
     build, batch = SUBJECTS[subject]
     pl.seed_everything(1, verbose=False)
     callback = Ask(batch, also)
     # The same optimizer kernel on both sides: the strategy would choose the fused one for itself.
     module = Lit(build(), optimizer=FusedAdamW)
+    fit(module, batch, strategy, [callback] if ask else [], precision=precision, accelerator=accelerator, max_steps=4)
+    return callback.found, [p.detach() for p in module.parameters()]
+
+
+def fit(module: Lit, batch: dict[str, Tensor], strategy: str, callbacks: list[pl.Callback], **options: Any) -> None:
     trainer = pl.Trainer(
-        max_steps=4,
-        accelerator=accelerator,
         devices=1,
         strategy=strategy,
-        precision=precision,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[callback] if ask else [],
+        callbacks=callbacks,
+        **options,
     )
     trainer.fit(module, DataLoader(rows_of(batch), batch_size=2))  # type: ignore[arg-type]
-    return callback.found, [p.detach() for p in module.parameters()]
 
 
 class FusedAdamW(torch.optim.AdamW):
@@ -102,6 +107,38 @@ def test_answers_on_an_accelerator_equal_those_of_the_cpu(policy: Any) -> None:
         for name, expected in plain.items():
             # The kernels are the CPU's own; what differs is the order of sums where a tensor is laid out otherwise.
             torch.testing.assert_close(streamed[name].cpu(), expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()), msg=name)
+
+
+@pytest.mark.parametrize(
+    "settings", [GradientSettings(width=64), GradientSettings(width=64, preconditioner="adam")], ids=["factored", "adam"]
+)
+def test_device_memory_for_features_does_not_grow_with_the_model(settings: GradientSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three layers more add their inputs, which backward needs, and none of their weights, gradients or sign matrices."""
+    monkeypatch.setattr(projection, "MAX_ELEMENTS", 2**12)  # blocks of 16 KiB, below this model's layers of 160 KiB
+    samples, tokens, hidden = 2, 8, 64
+    peaks = []
+    for layers in (3, 6):
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            vocab_size=VOCABULARY, hidden_size=hidden, intermediate_size=128, num_hidden_layers=layers, num_attention_heads=2
+        )
+        module, found = Lit(LlamaForCausalLM(config), optimizer=FusedAdamW), []
+
+        class Measure(pl.Callback):
+            def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+                if trainer.global_step == 1:
+                    DEVICE.reset_counters()
+                    gradient_features(pl_module, text_batch(samples, tokens), settings)
+                    found.append(DEVICE.peak_bytes)  # noqa: B023
+
+        with emulated_device("lazy"):
+            fit(module, text_batch(samples=4), "megatrain", [Measure()], accelerator=EmulatedAccelerator(), max_steps=2)
+        peaks += found
+    layer = sum(p.nbytes for p in module.model.model.layers[0].parameters())  # type: ignore[union-attr,index,misc]
+    saved = samples * tokens * hidden * 4
+    assert layer > 100_000
+    # Each layer keeps its input; the tap's and the join's copies of it and a cache line each are generous.
+    assert peaks[1] - peaks[0] <= 3 * 3 * saved
 
 
 class Frozen(nn.Module):
