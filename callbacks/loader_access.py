@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.trainer.connectors.data_connector import _process_dataloader, _resolve_overfit_batches
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader
 
 from lightning_megatrain.datamodules.dynamic_loader import DynamicLoader
@@ -42,8 +43,9 @@ class _Attachment:
         if self.domain is not None and self.domain != domain:
             raise ValueError(f"Two policies take the domain from different places: {self.domain!r} and {domain!r}. Give one `domain=`.")
         self.domain = domain
-        if not self._source.is_module() and not self._source.instance.has_domains:
-            self._source.instance.find_domains_by(domain)
+        passed = self._source.instance
+        if isinstance(passed, DynamicLoader) and not passed.has_domains:
+            passed.find_domains_by(domain)
 
     def detach(self) -> None:
         if self._source.is_module():
@@ -68,7 +70,7 @@ class _Attachment:
                 f"Data policies need a DataLoader over a map-style dataset, or a `DynamicLoader`, but `train_dataloader` gives a "
                 f"{type(loader).__name__}. Return `DynamicLoader(dataset, batch_size=...)`."
             )
-        if trainer.overfit_batches > 0:
+        if getattr(trainer, "overfit_batches", 0) > 0:
             combined = CombinedLoader(loader, "max_size_cycle")
             _resolve_overfit_batches(combined, mode=RunningStage.TRAINING)
             loader = combined.flattened[0]
@@ -86,9 +88,15 @@ def attach(trainer: pl.Trainer, domain: DomainOf | None) -> None:
         domain: Where a plain DataLoader's samples have their domain; policies that give one must agree.
 
     Raises:
+        MisconfigurationException: the Trainer reloads its loaders.
         ValueError: two policies give different domains.
         TypeError: the training loader cannot be wrapped; says what to return.
     """
+    if trainer.reload_dataloaders_every_n_epochs:
+        raise MisconfigurationException(
+            f"reload_dataloaders_every_n_epochs={trainer.reload_dataloaders_every_n_epochs} makes a new training loader, which knows "
+            "nothing of what a policy has decided. Leave it at 0: policies change the data without a new loader."
+        )
     attachment = _ATTACHED.get(trainer)
     if attachment is None:
         attachment = _ATTACHED[trainer] = _Attachment(trainer)
@@ -111,9 +119,12 @@ def restore_place(trainer: pl.Trainer) -> None:
     """Load the loader's place from the checkpoint where Lightning has not.
 
     When ``trainer.estimated_stepping_batches`` is read in ``configure_optimizers``, Lightning builds the loader before it reads the
-    checkpoint and then forgets the loader's state (Lightning issue 20550).
+    checkpoint and then forgets the loader's state (its issue 20550); of a checkpoint from the end of an epoch it never loads it.
     """
-    trainer.fit_loop._load_combined_loader_states()
+    loop = trainer.fit_loop
+    if loop._combined_loader_states_to_load and loop._combined_loader is not None:
+        loop._combined_loader._load_state_dicts(loop._combined_loader_states_to_load)
+        loop._combined_loader_states_to_load = []
 
 
 def detach(trainer: pl.Trainer) -> None:

@@ -108,7 +108,7 @@ class Policy(pl.Callback):
             raise error
         if message:
             raise RuntimeError(f"Rank 0 could not decide. {message}")
-        return decision  # type: ignore[no-any-return]
+        return decision
 
     def report(self, trainer: pl.Trainer, metrics: Mapping[str, float]) -> None:
         """Add to the history and log as ``<name>/<metric>``. Use ``group/line`` names for metrics that belong in one panel."""
@@ -173,14 +173,16 @@ class Policy(pl.Callback):
                 if self._earlier_log is not None:
                     self._log.resume(self._earlier_log, trainer.global_step)
             self.prepare(trainer, pl_module)
-        self._act_if_due(trainer, pl_module)
+        if trainer.global_step != trainer.max_steps:
+            self._act_if_due(trainer, pl_module)
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self.schedule.max_updates != 0:
             with self._naming_errors(trainer):
                 self.observe(trainer, pl_module, outputs, batch)
-        self._act_if_due(trainer, pl_module)
+        if not _training_ends(trainer):  # a longer run, resumed from here, acts when it starts
+            self._act_if_due(trainer, pl_module)
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -195,8 +197,8 @@ class Policy(pl.Callback):
 
     def _act_if_due(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         step = trainer.global_step
-        if step == self._step or _training_ends(trainer):
-            return  # the step is not over, or acted on before the checkpoint; or nothing follows (a longer run acts when it resumes)
+        if step == self._step:
+            return  # the step is not over, or was acted on before the checkpoint
         self._step = step
         if self.due(step):
             with self._naming_errors(trainer):

@@ -48,7 +48,7 @@ def find_target(target: Any, trainer: pl.Trainer) -> dict[str, Target]:
 def warn_if_validated_on(policy: Any, trainer: pl.Trainer) -> None:
     """Warn once if a policy's target is also a validation set that a callback monitors: it would choose what flatters the score."""
     target = getattr(policy, "target", None)
-    monitors = [c.monitor for c in trainer.callbacks if getattr(c, "monitor", None)]
+    monitors = [c.monitor for c in getattr(trainer, "callbacks", []) if getattr(c, "monitor", None)]
     if target is None or not monitors or getattr(policy, "_warned_of_target", False):
         return
     loaders = trainer.val_dataloaders

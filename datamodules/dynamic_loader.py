@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from copy import copy
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,30 +13,10 @@ from numpy.typing import ArrayLike, NDArray
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_megatrain.datamodules.plan import Plan
+from lightning_megatrain.datamodules.planner import Delivered, Planner, Shape
 from lightning_megatrain.datamodules.sample_domains import THREE_FORMS, DomainOf, find_domains
 from lightning_megatrain.datamodules.sampler_order import SamplerOrder
 from lightning_megatrain.datamodules.sources import Sources, sample_count
-
-
-@dataclass(frozen=True)
-class Delivered:
-    """What a batch was made of.
-
-    Attributes:
-        index: (B,) int64, each sample's index in the dataset (named datasets follow one another); a stream's sample has its ordinal.
-        domain: (B,) int64 positions in ``loader.domains``, or None when the data has no domains.
-    """
-
-    index: torch.Tensor
-    domain: torch.Tensor | None
-
-
-@dataclass(frozen=True)
-class _Planned:
-    keys: list[Any]  # what the dataset is asked for
-    index: NDArray[np.int64]
-    domain: NDArray[np.int64] | None
-    position: dict[str, Any]  # of the plan, behind this batch
 
 
 class DynamicLoader:
@@ -123,9 +101,9 @@ class DynamicLoader:
         if isinstance(dataset, Mapping) or self._streamed:
             self._source = Sources(self._sources, self._sizes)
         self._feed = _Feed(self)
-        self._inner: DataLoader = DataLoader(
+        self._inner: DataLoader[Any] = DataLoader(
             self._source,
-            batch_sampler=self._feed,  # type: ignore[arg-type]
+            batch_sampler=self._feed,
             collate_fn=collate_fn,
             num_workers=num_workers,
             prefetch_factor=prefetch_factor,
@@ -138,7 +116,13 @@ class DynamicLoader:
 
     @classmethod
     def from_dataloader(
-        cls, loader: DataLoader, *, domain: DomainOf | None = None, seed: int = 0, rank: int | None = None, world_size: int | None = None
+        cls,
+        loader: DataLoader[Any],
+        *,
+        domain: DomainOf | None = None,
+        seed: int = 0,
+        rank: int | None = None,
+        world_size: int | None = None,
     ) -> DynamicLoader:
         """Take over a plain DataLoader. Until a decision is made it gives exactly what it gave before.
 
@@ -184,16 +168,10 @@ class DynamicLoader:
 
     def _start(self) -> None:
         self.last: Delivered | None = None
-        self.epoch = 0
-        self.delivered = 0  # batches of this epoch that were handed out
-        self._plan: Plan | None = None
-        self._ahead: deque[_Planned] = deque()
-        self._planned = 0
-        self._position: dict[str, Any] = {}  # of the plan, behind the last batch handed out; empty until there is a plan
-        self._stale = False
-        self._unused: Iterator[Any] | None = None  # begun, with no batch taken
+        self._planner_in_use: Planner | None = None
+        self._stale = False  # what the DataLoader's iterator has fetched ahead is out of date
+        self._unused: Iterator[Any] | None = None  # a DataLoader's iterator, with no batch taken
         self._resumed = False
-        self._changes = 0
 
     # ---------------------------------------------------------------- what it holds
 
@@ -280,7 +258,7 @@ class DynamicLoader:
             RuntimeError: batches have been planned.
         """
         _ = self.samples
-        if self._plan is not None:
+        if self._planner_in_use is not None:
             raise RuntimeError("The loader is in use: say where the domains are before its first batch.")
         self._domain_of = domain
 
@@ -291,21 +269,37 @@ class DynamicLoader:
 
     @property
     def plan(self) -> Plan:
-        """What comes next. Made when first needed: a column of domains may take a pass over the data."""
-        if self._plan is None:
+        """What comes next."""
+        return self._planner.plan
+
+    @property
+    def epoch(self) -> int:
+        """The number of the epoch."""
+        return self._planner.epoch
+
+    @property
+    def delivered(self) -> int:
+        """Batches of this epoch that were handed out."""
+        return self._planner.delivered
+
+    @property
+    def _planner(self) -> Planner:
+        """Made when first needed: a column of domains may take a pass over the data, and ranks must be known."""
+        if self._planner_in_use is None:
             names, ids = list(self._sources), None
-            sizes = list(self._sizes.values())
+            sizes: list[int | None] = list(self._sizes.values())
             if self._domain_of is not None:
                 names, ids = find_domains(self.dataset, self._domain_of)
                 sizes = np.bincount(ids, minlength=len(names)).tolist()
-            global_batch = self.batch_size * self.world_size
-            window = -(-self._window // global_batch) * global_batch
-            self._plan = Plan(sizes, names, ids, seed=self.seed, window=window, shuffle=self._shuffle)
             if self._first_proportions is not None and not self.has_domains:
                 raise ValueError(f"`proportions` needs domains.\n{THREE_FORMS}")
-            self._plan.set_proportions(self._first_proportions or self._equal_shares(), 0)
-            self._position = {"plan": self._plan.position(), "own_order": 0}
-        return self._plan
+            one_pass = self._steps_per_epoch is None
+            shape = Shape(self.batch_size, self.rank, self.world_size, len(self), self.num_samples, one_pass, self.drop_last)
+            window = -(-self._window // shape.global_batch) * shape.global_batch
+            plan = Plan(sizes, names, ids, seed=self.seed, window=window, shuffle=self._shuffle)
+            plan.set_proportions(self._first_proportions or self._equal_shares(), 0)
+            self._planner_in_use = Planner(plan, shape, self._own_order, self.has_domains, keyed_by_domain=self._streamed)
+        return self._planner_in_use
 
     def _equal_shares(self) -> dict[str, float] | None:
         return dict.fromkeys(self._sources, 1.0) if self._streamed else None
@@ -323,18 +317,18 @@ class DynamicLoader:
             TypeError: a source is a stream.
             ValueError: no index, or one outside the dataset.
         """
+        pool: NDArray[np.int64] | None = None
         if indices is not None:
             _ = self.samples
-            indices = np.array(indices, dtype=np.int64).reshape(-1)
+            pool = np.array(indices, dtype=np.int64).reshape(-1)
             total = self.num_samples or 0
-            if not len(indices) or indices.min() < 0 or indices.max() >= total:
+            if not len(pool) or pool.min() < 0 or pool.max() >= total:
                 raise ValueError(
-                    f"A pool needs indices between 0 and {total - 1}, got {len(indices)} of them"
-                    + (f" from {indices.min()} to {indices.max()}." if len(indices) else ".")
+                    f"A pool needs indices between 0 and {total - 1}, got {len(pool)} of them"
+                    + (f" from {pool.min()} to {pool.max()}." if len(pool) else ".")
                 )
-        self._rewind()
-        self.plan.set_pool(indices, ordered)
-        self._changed()
+        self._planner.change(lambda _: self.plan.set_pool(pool, ordered))
+        self._stale = True
 
     def set_proportions(self, proportions: Mapping[str, float] | None) -> None:
         """Mix the domains in these shares from the next batch on.
@@ -346,22 +340,8 @@ class DynamicLoader:
             ValueError: the data has no domains, or a weight is missing or wrong.
         """
         _ = self.domains
-        self._rewind()
-        self.plan.set_proportions(proportions or self._equal_shares(), self._changes + 1)
-        self._changed()
-
-    def _rewind(self) -> None:
-        """Take back what was planned but not handed out."""
-        self._ahead.clear()
-        self._planned = self.delivered
-        self.plan.seek(self._position["plan"])
-        if self._own_order is not None:
-            self._own_order.seek(self._position["own_order"])
-
-    def _changed(self) -> None:
-        self._changes += 1
+        self._planner.change(lambda number: self.plan.set_proportions(proportions or self._equal_shares(), number))
         self._stale = True
-        self._position = self._here()
 
     # ---------------------------------------------------------------- iteration
 
@@ -386,82 +366,12 @@ class DynamicLoader:
             self._begin_epoch(epoch)
 
     def _begin_epoch(self, epoch: int) -> None:
-        self.epoch, self.delivered = epoch, 0
-        self._rewind()
-        if self._own_order is not None:
-            self._own_order.start_epoch()
-        elif self._steps_per_epoch is None:
-            self.plan.start_pass(epoch)
-        self._position = self._here()
+        self._planner.begin_epoch(epoch)
         self._stale = True
-
-    def _here(self) -> dict[str, Any]:
-        own = None if self._own_order is None else self._own_order.position()
-        return {"plan": self.plan.position(), "own_order": own}
-
-    def _plan_batch(self) -> _Planned | None:
-        """Plan one more batch of this rank; None at the end of the epoch."""
-        if self._planned >= len(self):
-            return None
-        if self._own_order is not None and not (self._plan is not None and self._plan.decided):
-            keys = self._own_order.take()
-            if keys is None:
-                return None
-            index = np.array(keys, dtype=np.int64)
-            domain = self.plan.domain_of(index) if self.has_domains else None
-        else:
-            index, domain = self._share(*self.plan.take(self._global_batch()))
-            keys = index.tolist()
-            if self._streamed:
-                keys = [(int(d), int(i)) for d, i in zip(domain, index, strict=True)]
-            if not self.has_domains:
-                domain = None
-        self._planned += 1
-        planned = _Planned(keys, index, domain, self._here())
-        self._ahead.append(planned)
-        return planned
-
-    def _global_batch(self) -> int:
-        """Samples of the next batch of all ranks: fewer in the last one of a pass over the data."""
-        full = self.batch_size * self.world_size
-        if self._planned < len(self) - 1 or self.drop_last or self._steps_per_epoch is not None or self._own_order is not None:
-            return full
-        if self.plan.decided:
-            return full
-        return (self.num_samples or 0) - (len(self) - 1) * full
-
-    def _share(self, index: NDArray[np.int64], domain: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Take this rank's part. Every rank gets a sample: fewer samples than ranks are dealt more than once."""
-        if len(index) < self.world_size:
-            index, domain = np.resize(index, self.world_size), np.resize(domain, self.world_size)
-        cuts = [len(index) * r // self.world_size for r in (self.rank, self.rank + 1)]
-        return index[cuts[0] : cuts[1]], domain[cuts[0] : cuts[1]]
-
-    def _hand_out(self, batch: Any) -> Any:
-        self._unused = None
-        planned = self._ahead.popleft()
-        self.delivered += 1
-        self._position = planned.position
-        if self._own_order is not None:
-            self._own_order.commit(planned.position["own_order"])
-        self.last = Delivered(torch.from_numpy(planned.index), None if planned.domain is None else torch.from_numpy(planned.domain))
-        return batch
-
-    # ---------------------------------------------------------------- state
 
     def state_dict(self) -> dict[str, Any]:
         """Return the place in the data and the decisions in force, for a checkpoint."""
-        decisions = self.plan.decisions()
-        return {
-            "epoch": self.epoch,
-            "delivered": self.delivered,
-            "global_batch": self.batch_size * self.world_size,
-            "num_samples": self.num_samples,
-            "changes": self._changes,
-            "position": self._position,
-            "decisions": decisions,
-            "own_order": None if self._own_order is None else self._own_order.state_dict(),
-        }
+        return self._planner.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to the place that :meth:`state_dict` returned; the next batch is the one that would have followed.
@@ -470,25 +380,8 @@ class DynamicLoader:
             ValueError: the batch size, number of processes or data is not the saved one.
             RuntimeError: a wrapped DataLoader's sampler gives another order than it gave then.
         """
-        global_batch = self.batch_size * self.world_size
-        if state["delivered"] and state["global_batch"] != global_batch:
-            raise ValueError(
-                f"The checkpoint lies inside an epoch of batches of {state['global_batch']} samples (over all processes), but they now "
-                f"have {global_batch} ({self.batch_size} x {self.world_size}). Use the same batch size and number of devices, or resume "
-                "from the end of an epoch."
-            )
-        if state["num_samples"] != self.num_samples:
-            raise ValueError(f"The checkpoint was saved with {state['num_samples']} samples, the data has {self.num_samples}.")
-        self._ahead.clear()
-        self.epoch, self.delivered, self._planned = state["epoch"], state["delivered"], state["delivered"]
-        self._changes = state["changes"]
-        self.plan.load_decisions(state["decisions"])
-        self.plan.seek(state["position"]["plan"])
-        if self._own_order is not None:
-            self._own_order.load_state_dict(state["own_order"])
-            self._own_order.seek(state["position"]["own_order"])
-        self._position = state["position"]
-        self._stale, self._resumed = True, True
+        self._planner.load_state_dict(state)
+        self._stale = self._resumed = True
 
 
 class _Epoch(Iterator[Any]):
@@ -500,9 +393,12 @@ class _Epoch(Iterator[Any]):
 
     def __next__(self) -> Any:
         if self._loader._stale:
-            self._loader._rewind()
+            self._loader._planner.rewind()
             self._batches = self._begin()
-        return self._loader._hand_out(next(self._batches))
+        batch = next(self._batches)
+        self._loader._unused = None
+        self._loader.last = self._loader._planner.hand_out()
+        return batch
 
     def _begin(self) -> Iterator[Any]:
         loader = self._loader
@@ -543,7 +439,7 @@ class _Feed:
         self._loader.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[list[Any]]:
-        while (planned := self._loader._plan_batch()) is not None:
+        while (planned := self._loader._planner.take()) is not None:
             yield planned.keys
 
     def __len__(self) -> int:

@@ -22,7 +22,7 @@ class SamplerOrder:
         loader: A DataLoader over a map-style dataset, with the sampler this rank shall use.
     """
 
-    def __init__(self, loader: DataLoader) -> None:
+    def __init__(self, loader: DataLoader[Any]) -> None:
         self._batches: Any = loader.batch_sampler
         self._iterator: Iterator[Any] | None = None
         self._ahead: deque[list[int]] = deque()  # drawn but not delivered

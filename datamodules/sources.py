@@ -32,7 +32,7 @@ def sample_count(dataset: Any, name: str) -> int | None:
     return len(dataset)
 
 
-class Sources(Dataset):
+class Sources(Dataset[Any]):
     """Named datasets, one after another.
 
     Args:

@@ -202,4 +202,4 @@ def _load_reference(reference: str, module: pl.LightningModule) -> nn.Module:
         return model
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(reference, dtype=torch.float32)  # type: ignore[no-any-return]
+    return AutoModelForCausalLM.from_pretrained(reference, dtype=torch.float32)
