@@ -17,11 +17,17 @@ class Tolerance:
         return {"loss": self.loss, "gradient": self.gradient, "state": self.state}[section]
 
 
-# Loss and gradients to a few roundings of FP32. Adam divides by the gradient's own size, so that a gradient near zero carries its error,
-# however small, into a step of the size of the learning rate.
-_FP32 = {"loss": 1e-6, "gradient": 1e-6, "state": 1e-4}
+# A loss to a few roundings of FP32. Gradients of later steps are taken at weights that already differ by as much, and cancel in part (a key's
+# weight, under softmax). Adam divides by the gradient's own size, so that one near zero carries its error into a step of the learning rate's size.
+_FP32 = {"loss": 1e-6, "gradient": 1e-5, "state": 1e-4}
+
+_ENCODER_OUTPUT = Tolerance(
+    "the encoder's output feeds keys and values of every decoder layer, and its gradient is summed in another order", **_FP32
+)
 
 NOT_BITWISE: dict[tuple[str, str, str], Tolerance] = {
+    ("t5", "32-true", "cpu"): _ENCODER_OUTPUT,
+    ("t5", "32-true", "emu"): _ENCODER_OUTPUT,
     ("lstm", "32-true", "emu"): Tolerance(
         "the CPU runs an LSTM as one kernel of oneDNN, the emulated device as single operations", **_FP32
     ),

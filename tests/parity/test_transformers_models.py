@@ -27,8 +27,8 @@ def test_every_case_is_collected() -> None:
     assert len(set(EVERY_TIME) | set(THE_REST)) == 24 * 24
 
 
-@pytest.mark.parametrize("policy", ["eager:weights", "eager:gradients", "eager:compute", "random:1", "random:2"])
-@pytest.mark.parametrize("model", ["gemma3", "gpt2", "t5"])
+@pytest.mark.parametrize("policy", ["eager:weights", "eager:gradients", "random:1"])
+@pytest.mark.parametrize("model", ["gpt2", "t5"])
 def test_trains_as_it_does_plain_in_whatever_order_the_lanes_run(model: str, policy: str) -> None:
     PARITY.check(Case(model, "bf16-mixed", 3, "norm", "emu"), policy)
 
