@@ -26,6 +26,8 @@ from lightning_megatrain.optim import HostAdamW, split
 
 HYPERPARAMETERS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 CLIP = 0.5
+CASTS = "torch fused, casts and clip"
+"""`p.grad = g.float()`, times the clip coefficient, step, BF16 copy, `zero_grad()`: what a BF16 run writes."""
 
 
 @dataclass
@@ -73,26 +75,31 @@ def contestants(which: list[tuple[int, ...]], threads: int) -> Iterator[Callable
 
         return make
 
-    def torchs(name: str, size: float, cast: bool, **options: bool) -> Callable[[], Contestant]:
+    def torchs(name: str, cast: str = "", **options: bool) -> Callable[[], Contestant]:
         def make() -> Contestant:
             params = weights()
             for parameter, gradient in zip(params, gradients[torch.float32], strict=True):
-                parameter.grad = gradient
+                parameter.grad = gradient if cast != "new" else None
             arrived = gradients[torch.bfloat16] if cast else []
             streamed = [torch.empty_like(p, dtype=torch.bfloat16) for p in params] if cast else []
             optimizer = torch.optim.AdamW(params, **HYPERPARAMETERS, **options)
 
             def step() -> None:
                 for parameter, gradient in zip(params, arrived, strict=False):
-                    parameter.grad.copy_(gradient)
+                    if cast == "new":
+                        parameter.grad = gradient.float()
+                    else:
+                        parameter.grad.copy_(gradient)
                 if cast:
                     torch._foreach_mul_([p.grad for p in params], CLIP)  # as clip_grad_norm_ does
                 optimizer.step()
                 with torch.no_grad():
                     for parameter, copy in zip(params, streamed, strict=False):
                         copy.copy_(parameter)
+                if cast == "new":
+                    optimizer.zero_grad()
 
-            return Contestant(name, size, step)
+            return Contestant(name, 28, step)
 
         return make
 
@@ -117,9 +124,10 @@ def contestants(which: list[tuple[int, ...]], threads: int) -> Iterator[Callable
     yield ours("HostAdamW split, BF16 gradients", 26, "split", "fp32", half, False)
     yield ours("HostAdamW split, moments bf16", 18, "split", "bf16", half, False)
     yield ours("HostAdamW split, moments int8", 14 + 16 / 256, "split", "int8", half, False)
-    yield torchs("torch fused, FP32 gradients", 28, cast=False, fused=True)
-    yield torchs("torch fused, casts and clip", 28, cast=True, fused=True)
-    yield torchs("torch foreach, casts and clip", 28, cast=True, foreach=True)
+    yield torchs("torch fused, FP32 gradients", fused=True)
+    yield torchs(CASTS, cast="new", fused=True)
+    yield torchs("torch fused, the same into kept memory", cast="kept", fused=True)
+    yield torchs("torch foreach, casts and clip", cast="new", foreach=True)
     try:
         import deepspeed as found
 
@@ -129,7 +137,7 @@ def contestants(which: list[tuple[int, ...]], threads: int) -> Iterator[Callable
     yield deepspeed
 
 
-def measure(parameters: int, rounds: int, threads: int) -> tuple[list[tuple[str, float, list[float]]], int]:
+def measure(parameters: int, rounds: int, threads: int, clock: Callable[[], float]) -> tuple[list[tuple[str, float, list[float]]], int]:
     """Seconds of every round by contestant, with the bytes each needs, and the exact number of parameters.
 
     Memory holds all contestants at once, about 120 bytes a parameter.
@@ -143,9 +151,9 @@ def measure(parameters: int, rounds: int, threads: int) -> tuple[list[tuple[str,
     times: dict[str, list[float]] = {contestant.name: [] for contestant in field}
     for _ in tqdm(range(rounds), desc="rounds"):
         for contestant in field:
-            begin = time.perf_counter()
+            begin = clock()
             contestant.step()
-            times[contestant.name].append(time.perf_counter() - begin)
+            times[contestant.name].append(clock() - begin)
     gc.enable()
     return [(c.name, c.bytes * count, times[c.name]) for c in field], count
 
@@ -154,7 +162,7 @@ def report(results: list[tuple[str, float, list[float]]], count: int, tensors: i
     """The table, with what it was measured on."""
     copy_rate = [results[0][1] / t for t in results[0][2]]
     by_name = {name: times for name, _, times in results}
-    casts = by_name["torch fused, casts and clip"]
+    casts = by_name[CASTS]
     lines = [
         "# Host optimizer",
         "",
@@ -196,11 +204,19 @@ def main() -> None:
     parser.add_argument("--parameters", type=lambda text: int(float(text)), default=100_000_000, help="about how many, e.g. 1e8")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument(
+        "--clock",
+        choices=["wall", "cpu"],
+        default="wall",
+        help="time passed, or time on a processor, which says more on a busy machine (with --threads 1: waiting threads count as working)",
+    )
     parser.add_argument("--output", type=Path, help="also write the table there")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    results, count = measure(options.parameters, options.rounds, options.threads)
-    command = f"python benchmarks/host_optimizer.py --parameters {options.parameters:.0e} --rounds {options.rounds}"
+    clock = time.perf_counter if options.clock == "wall" else time.process_time
+    results, count = measure(options.parameters, options.rounds, options.threads, clock)
+    command = f"python benchmarks/host_optimizer.py --parameters {options.parameters:.0e} --rounds {options.rounds} "
+    command += f"--threads {options.threads} --clock {options.clock}"
     text = report(results, count, len(shapes(options.parameters)), options.threads, command)
     print(text)
     if options.output:

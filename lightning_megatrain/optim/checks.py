@@ -15,7 +15,7 @@ def describe(tensor: Tensor) -> str:
 
 def same_layout(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors have the same elements at the same places in memory."""
-    return a.shape == b.shape and (a.stride() == b.stride() or (a.is_contiguous() and b.is_contiguous()))
+    return a.shape == b.shape and ((a.is_contiguous() and b.is_contiguous()) or a.stride() == b.stride())
 
 
 def check_group(group: dict[str, Any], moments: str) -> None:
@@ -53,7 +53,7 @@ def check_parameter(parameter: Tensor, masters: str) -> None:
     elif parameter.dtype != torch.float32:
         raise TypeError(f"HostAdamW takes FP32 and BF16 parameters, not {describe(parameter)}; convert it with .float()")
     # empty_like keeps the strides of dense tensors, and of no others.
-    if torch.empty_like(parameter, device="meta").stride() != parameter.stride() and not parameter.is_contiguous():
+    if not parameter.is_contiguous() and torch.empty_like(parameter, device="meta").stride() != parameter.stride():
         raise TypeError(
             f"parameter {describe(parameter)} with strides {parameter.stride()} has gaps or overlaps in memory; "
             "set parameter.data = parameter.data.contiguous()"

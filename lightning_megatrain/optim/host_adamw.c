@@ -25,6 +25,11 @@
 
 enum { FP32 = 0, BF16 = 1, SPLIT = 2, INT8 = 3 };
 
+/* One step of one group; mirrored field by field by arithmetic.py. */
+struct scalars {
+    float grad_scale, l2, keep, step_size, one_minus_beta1, beta2, one_minus_beta2, inv_sqrt_correction2, eps;
+};
+
 /* Mirrored field by field by kernel.py. */
 struct tensor {
     int64_t n;
@@ -37,7 +42,7 @@ struct tensor {
     uint16_t *copy;         /* BF16 working copy, or NULL */
     int32_t param_form, grad_form, moment_form;
     uint32_t seed;          /* of this step's stochastic rounding */
-    float grad_scale, l2, keep, step_size, one_minus_beta1, beta2, one_minus_beta2, inv_sqrt_correction2, eps;
+    struct scalars scalars;
 };
 
 INLINE float as_float(uint32_t bits) { float f; memcpy(&f, &bits, 4); return f; }
@@ -144,14 +149,14 @@ INLINE float encode_v(int n, uint8_t *restrict code, const float *restrict v, co
 
 struct moments { float m, v; };
 
-INLINE struct moments average(const struct tensor *t, float g, float m, float v) {
-    m = m + (g - m) * t->one_minus_beta1;
-    v = v * t->beta2 + g * g * t->one_minus_beta2;
+INLINE struct moments average(const struct scalars *k, float g, float m, float v) {
+    m = m + (g - m) * k->one_minus_beta1;
+    v = v * k->beta2 + g * g * k->one_minus_beta2;
     return (struct moments){m, v};
 }
 
-INLINE float descend(const struct tensor *t, float p, float m, float v) {
-    return p * t->keep - t->step_size * (m / (sqrtf(v) * t->inv_sqrt_correction2 + t->eps));
+INLINE float descend(const struct scalars *k, float p, float m, float v) {
+    return p * k->keep - k->step_size * (m / (sqrtf(v) * k->inv_sqrt_correction2 + k->eps));
 }
 
 INLINE float load(int form, const void *restrict values, const uint16_t *restrict low, int64_t i) {
@@ -180,8 +185,8 @@ INLINE void step_fused(const struct tensor *tensor, int64_t begin, int64_t end, 
     uint16_t *restrict low = t->low, *restrict copy = t->copy;
     for (int64_t i = begin; i < end; i++) {
         float p = load(param_form, param, low, i);
-        struct moments now = average(t, load(grad_form, grad, 0, i) * t->grad_scale, m[i], v[i]);
-        p = descend(t, p, now.m, now.v);
+        struct moments now = average(&t->scalars, load(grad_form, grad, 0, i) * t->scalars.grad_scale, m[i], v[i]);
+        p = descend(&t->scalars, p, now.m, now.v);
         m[i] = now.m;
         v[i] = now.v;
         store(param_form, param, low, i, p);
@@ -200,8 +205,8 @@ INLINE void step_block(const struct tensor *tensor, int64_t o, int n) {
     if (t->param_form == FP32) EACH p[i] = load(FP32, t->param, 0, o + i);
     else if (t->param_form == SPLIT) EACH p[i] = load(SPLIT, t->param, t->low, o + i);
     else EACH p[i] = load(BF16, t->param, 0, o + i);
-    if (t->grad_form == FP32) EACH g[i] = load(FP32, t->grad, 0, o + i) * t->grad_scale;
-    else EACH g[i] = load(BF16, t->grad, 0, o + i) * t->grad_scale;
+    if (t->grad_form == FP32) EACH g[i] = load(FP32, t->grad, 0, o + i) * t->scalars.grad_scale;
+    else EACH g[i] = load(BF16, t->grad, 0, o + i) * t->scalars.grad_scale;
     if (t->moment_form == INT8) {
         decode_m(n, m, (const int8_t *)t->m + o, t->m_scale[block]);
         decode_v(n, v, (const uint8_t *)t->v + o, t->v_scale[block]);
@@ -213,18 +218,18 @@ INLINE void step_block(const struct tensor *tensor, int64_t o, int n) {
         EACH v[i] = load(FP32, t->v, 0, o + i);
     }
 
-    if (t->l2 != 0.0f) EACH g[i] = g[i] + p[i] * t->l2;
+    if (t->scalars.l2 != 0.0f) EACH g[i] = g[i] + p[i] * t->scalars.l2;
     EACH {
-        struct moments now = average(t, g[i], m[i], v[i]);
+        struct moments now = average(&t->scalars, g[i], m[i], v[i]);
         m[i] = now.m;
         v[i] = now.v;
     }
     if (t->v_max) {
         float *restrict most = t->v_max + o;
         EACH most[i] = v[i] <= most[i] ? most[i] : v[i];
-        EACH p[i] = descend(t, p[i], m[i], most[i]);
+        EACH p[i] = descend(&t->scalars, p[i], m[i], most[i]);
     } else {
-        EACH p[i] = descend(t, p[i], m[i], v[i]);
+        EACH p[i] = descend(&t->scalars, p[i], m[i], v[i]);
     }
 
     if (t->param_form == FP32) EACH store(FP32, t->param, 0, o + i, p[i]);
@@ -249,7 +254,7 @@ INLINE void step_block(const struct tensor *tensor, int64_t o, int n) {
 }
 
 CLONES static void step_range(const struct tensor *t, int64_t begin, int64_t end) {
-    if (t->moment_form == FP32 && !t->v_max && t->l2 == 0.0f && t->param_form != BF16) {
+    if (t->moment_form == FP32 && !t->v_max && t->scalars.l2 == 0.0f && t->param_form != BF16) {
         const int split = t->param_form == SPLIT, half = t->grad_form == BF16;
         if (split && half) step_fused(t, begin, end, SPLIT, BF16, 0);
         else if (split) step_fused(t, begin, end, SPLIT, FP32, 0);

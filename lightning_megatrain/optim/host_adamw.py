@@ -1,6 +1,5 @@
 """HostAdamW: AdamW and Adam for parameters in host memory, in one pass over that memory."""
 
-import ctypes
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
@@ -12,9 +11,9 @@ from torch.autograd.graph import increment_version
 from typing_extensions import override
 
 from lightning_megatrain.optim import kernel, state
-from lightning_megatrain.optim.arithmetic import Update
+from lightning_megatrain.optim.arithmetic import Scalars, Update
 from lightning_megatrain.optim.checks import check_group, check_parameter, checked_gradient, describe, same_layout
-from lightning_megatrain.optim.masters import flat, join, split
+from lightning_megatrain.optim.masters import join, split
 
 Masters = Literal["fp32", "split", "none"]
 
@@ -162,15 +161,17 @@ class HostAdamW(torch.optim.Optimizer):
             TypeError: for a sparse gradient, or a parameter or gradient outside the CPU.
             ValueError: for a parameter of no group, a gradient of another shape, or one that is missing.
         """
+        if not params:
+            return
         for parameter in params:
             check_parameter(parameter, self.masters)
         arrived = [p.grad for p in params] if gradients is None else gradients
         grads = [checked_gradient(p, g) for p, g in zip(params, arrived, strict=True)]
         self.allocate(params)
-        updates = [self._plan(p, g, grad_scale, groups or self.param_groups) for p, g in zip(params, grads, strict=True)]
+        updates = self._plan(params, grads, grad_scale, groups or self.param_groups)
         kernel.run([u for u in updates if u.param.numel()], self.threads or torch.get_num_threads())
+        increment_version(params)  # the kernel writes by address; autograd must know
         for parameter in params:
-            increment_version(parameter)  # the kernel writes by address; autograd must know
             self._versions[parameter] = parameter._version
 
     def allocate(self, params: Iterable[Tensor] | None = None) -> None:
@@ -336,39 +337,42 @@ class HostAdamW(torch.optim.Optimizer):
             states[parameter] = own
         return states
 
-    def _plan(self, parameter: Tensor, gradient: Tensor, grad_scale: float, groups: Sequence[dict[str, Any]]) -> Update:
-        group_number, number = self._place(parameter)
-        group, held = groups[group_number], self.state[parameter]
-        held["step"] += 1
-        t = int(held["step"])
-        lr, decay, (beta1, beta2) = float(group["lr"]), float(group["weight_decay"]), map(float, group["betas"])
-        m, v, m_scale, v_scale = state.moment_tensors(held)
-        return Update(
-            param=flat(parameter),
-            grad=flat(gradient),
-            exp_avg=flat(m),
-            exp_avg_sq=flat(v),
-            low=_flat(self._fresh_low(parameter) if "master_low" in held else None),
-            exp_avg_scale=m_scale,
-            exp_avg_sq_scale=v_scale,
-            max_exp_avg_sq=_flat(held["max_exp_avg_sq"] if group["amsgrad"] else None),
-            working_copy=_flat(self._working_copies.get(parameter)),
-            grad_scale=_fp32(-grad_scale if group["maximize"] else grad_scale),
-            l2=0.0 if group["decoupled_weight_decay"] else _fp32(decay),
-            keep=_fp32(1 - lr * decay) if group["decoupled_weight_decay"] else 1.0,
-            step_size=_fp32(lr / (1 - beta1**t)),
-            one_minus_beta1=_fp32(1 - beta1),
-            beta2=_fp32(beta2),
-            one_minus_beta2=_fp32(1 - beta2),
-            inv_sqrt_correction2=_fp32((1 - beta2**t) ** -0.5),
-            eps=_fp32(float(group["eps"])),
-            seed=(t * 0x9E3779B1 + number * 0x85EBCA6B) & 0xFFFFFFFF,
-        )
+    def _plan(self, params: Sequence[Tensor], grads: list[Tensor], grad_scale: float, groups: Sequence[dict[str, Any]]) -> list[Update]:
+        """Count the step and lay out each parameter's update; `scalars` are shared by all that are at the same step of the same group."""
+        torch._foreach_add_([self.state[p]["step"] for p in params], 1)
+        scalars: dict[tuple[int, int], Scalars] = {}
+        updates = []
+        for parameter, gradient in zip(params, grads, strict=True):
+            held, (group_number, number) = self.state[parameter], self._place(parameter)
+            group, t = groups[group_number], int(held["step"].item())
+            if (group_number, t) not in scalars:
+                scalars[group_number, t] = _scalars(group, t, grad_scale)
+            updates.append(
+                Update(
+                    parameter,
+                    gradient,
+                    scalars[group_number, t],
+                    (t * 0x9E3779B1 + number * 0x85EBCA6B) & 0xFFFFFFFF,
+                    *state.moment_tensors(held),
+                    low=self._fresh_low(parameter) if "master_low" in held else None,
+                    max_exp_avg_sq=held["max_exp_avg_sq"] if group["amsgrad"] else None,
+                    working_copy=self._working_copies.get(parameter),
+                )
+            )
+        return updates
 
 
-def _flat(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else flat(tensor)
-
-
-def _fp32(value: float) -> float:
-    return ctypes.c_float(value).value
+def _scalars(group: dict[str, Any], t: int, grad_scale: float) -> Scalars:
+    lr, decay, (beta1, beta2) = float(group["lr"]), float(group["weight_decay"]), map(float, group["betas"])
+    decoupled = group["decoupled_weight_decay"]
+    return Scalars(
+        grad_scale=-grad_scale if group["maximize"] else grad_scale,
+        l2=0.0 if decoupled else decay,
+        keep=1 - lr * decay if decoupled else 1.0,
+        step_size=lr / (1 - beta1**t),
+        one_minus_beta1=1 - beta1,
+        beta2=beta2,
+        one_minus_beta2=1 - beta2,
+        inv_sqrt_correction2=(1 - beta2**t) ** -0.5,
+        eps=float(group["eps"]),
+    )

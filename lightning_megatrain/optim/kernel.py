@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatrain.optim import arithmetic
-from lightning_megatrain.optim.arithmetic import Update
+from lightning_megatrain.optim.arithmetic import Scalars, Update
 
 LIBRARY = Path(__file__).with_name("libhost_adamw.so")
 _FORMS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 3}
@@ -26,9 +26,7 @@ class _Tensor(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("param", "low", "grad", "m", "v", "m_scale", "v_scale", "v_max", "copy")),
         *((name, ctypes.c_int32) for name in ("param_form", "grad_form", "moment_form")),
         ("seed", ctypes.c_uint32),
-        *((name, ctypes.c_float) for name in ("grad_scale", "l2", "keep", "step_size", "one_minus_beta1", "beta2", "one_minus_beta2")),
-        ("inv_sqrt_correction2", ctypes.c_float),
-        ("eps", ctypes.c_float),
+        ("scalars", Scalars),
     ]
 
 
@@ -99,15 +97,7 @@ def _describe(u: Update) -> _Tensor:
         _FORMS[u.grad.dtype],
         _FORMS[u.exp_avg.dtype],
         u.seed,
-        u.grad_scale,
-        u.l2,
-        u.keep,
-        u.step_size,
-        u.one_minus_beta1,
-        u.beta2,
-        u.one_minus_beta2,
-        u.inv_sqrt_correction2,
-        u.eps,
+        u.scalars,
     )
 
 
