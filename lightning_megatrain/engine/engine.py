@@ -82,7 +82,7 @@ class Engine:
         self.module = module
         self.parameters = dict(module.named_parameters())
         """The host parameters by path; the module itself shows device copies of the resident ones while it runs."""
-        self._compute_dtype = compute_dtype
+        self._owned = set(self.parameters.values())
         self._staging_buffers = staging_buffers
         self._clock = Clock()
         self.accounting = Accounting()
@@ -195,7 +195,9 @@ class Engine:
         self._clock.tick()
 
     def _optimizer_stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        stepped = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        stepped = {parameter for group in optimizer.param_groups for parameter in group["params"]} & self._owned
+        if not stepped:
+            return
         for layer in {id(layer): layer for p in stepped if (layer := self._layers_of_parameter.get(p)) is not None}.values():
             layer.updates += 1
         self._clock.tick()

@@ -109,16 +109,20 @@ def outer_collector() -> COLLECTED | None:
     return collected
 
 
+def collected_keys() -> list[str]:
+    """What the model call now running records."""
+    return [key for key, value in (outer_collector() or {}).items() if isinstance(value, list)]
+
+
 @contextmanager
-def fresh_collector(outer: COLLECTED | None) -> Iterator[COLLECTED]:
-    """Records what a layer produces in lists of its own, so that it can leave the layer as further outputs."""
-    collected: COLLECTED = {key: [] for key, value in (outer or {}).items() if isinstance(value, list)}
-    if not collected:
-        yield collected
-        return
+def collecting(lists: COLLECTED | None) -> Iterator[None]:
+    """Lets layers record into `lists` while the context lasts, or nowhere."""
     collector = _collector()
-    token = collector.set(collected)
+    if collector is None:
+        yield
+        return
+    token = collector.set(lists)
     try:
-        yield collected
+        yield
     finally:
         collector.reset(token)

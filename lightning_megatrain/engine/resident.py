@@ -10,11 +10,10 @@ from torch.nn import Parameter
 
 from lightning_megatrain.engine.accounting import Accounting, Holding
 from lightning_megatrain.engine.autograd import differentiable_once, will_accumulate
+from lightning_megatrain.engine.checksum import checksum
 from lightning_megatrain.engine.gradients import Gradients, has_hooks
 from lightning_megatrain.engine.lanes import Event, Lanes
 from lightning_megatrain.engine.placement import Place, place, places_of
-
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class _Bind(torch.autograd.Function):
@@ -60,8 +59,8 @@ class _Resident:
     def written(self) -> bool:
         if self.copy is None or self.taken is None:
             return False
-        version, checksum = self.taken
-        return self.copy._version != version or not torch.equal(_checksum(self.copy), checksum)
+        version, bits = self.taken
+        return self.copy._version != version or not torch.equal(checksum(self.copy), bits)
 
 
 class Residents:
@@ -131,7 +130,7 @@ class Residents:
                 assert resident.copy is not None
                 with torch.no_grad():
                     resident.parameter.copy_(resident.copy)
-                resident.taken, resident.stamp = (resident.copy._version, _checksum(resident.copy)), resident.now()
+                resident.taken, resident.stamp = (resident.copy._version, checksum(resident.copy)), resident.now()
 
     def settle(self) -> None:
         """Waits until the copies have read the host's parameters; code we do not know may write them next."""
@@ -159,7 +158,7 @@ class Residents:
                 self._lanes.compute.copy(copy, source)
             else:
                 copy.copy_(source.to(resident.dtype))
-            resident.copy, resident.taken = copy, (copy._version, _checksum(copy))
+            resident.copy, resident.taken = copy, (copy._version, checksum(copy))
             with torch.enable_grad():
                 resident.bound = _Bind.apply(self, resident.name, copy, resident.parameter)
         resident.holding = self._accounting.hold("resident", [copy])
@@ -168,10 +167,3 @@ class Residents:
         if not self._lanes.in_host_memory:
             self._accounting.bytes_to_device += copy.nbytes
             self._last_read = self._lanes.compute.record()
-
-
-def _checksum(tensor: Tensor) -> Tensor:
-    """The sum of the tensor's bits as integers, left on its device."""
-    with torch.no_grad():
-        flat = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
-        return flat.view(_INTEGERS[flat.element_size()]).sum()

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node, saved_tensors_hooks
+from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_megatrain.engine import hugging_face
 from lightning_megatrain.engine.accounting import Holding
@@ -18,6 +18,7 @@ from lightning_megatrain.engine.gradients import has_hooks
 from lightning_megatrain.engine.host import HostLayer, Stamp
 from lightning_megatrain.engine.passes import _PASS, Pass, current_pass
 from lightning_megatrain.engine.placement import placed
+from lightning_megatrain.engine.refusals import node, refuse_captured, refuse_written, unwritten, written_in_place
 from lightning_megatrain.engine.surroundings import RandomState, Surroundings, no_cast_cache, random_state
 
 if TYPE_CHECKING:
@@ -49,10 +50,10 @@ def _run_without_graph(engine: "Engine", layer: HostLayer, args: tuple[Any, ...]
         weights = list(streamed)
         if not torch.is_inference_mode_enabled():
             weights = [_leaf(weight, p.requires_grad) for weight, p in zip(streamed, layer.parameters, strict=True)]
-        with placed(layer.places, weights), _watch_casts(engine, layer, weights):
+        with placed(layer.places, weights), unwritten(layer, weights, by_value=False), _watch_casts(engine, layer, weights):
             output = layer.forward(*args, **kwargs)
     if torch.is_grad_enabled():
-        _refuse_captured(layer, [t for t in Results(output).tensors if t.requires_grad], (), -1)
+        refuse_captured(layer, [t for t in Results(output).tensors if t.requires_grad], (), -1)
     return output
 
 
@@ -62,8 +63,9 @@ class _Call:
     def __init__(self, engine: "Engine", layer: HostLayer, arguments: Arguments, number_of_inputs: int) -> None:
         self.engine, self.layer, self.arguments, self.number_of_inputs = engine, layer, arguments, number_of_inputs
         self.training = layer.module.training
-        self.collector = hugging_face.outer_collector()
-        self.surroundings = Surroundings(layer.modules, engine.device)
+        self.collected_keys = hugging_face.collected_keys()
+        with hugging_face.collecting(None):  # what is recorded hangs in the graph that will hold this object
+            self.surroundings = Surroundings(layer.modules, engine.device)
         self.random: RandomState | None = RandomState(engine.device)
         self.buffers: dict[BufferPlace, Tensor] = {}
         self.stamp: Stamp = layer.stamp()
@@ -75,15 +77,13 @@ class _Call:
         """Runs the module's own forward (its hooks have run outside) and gathers everything that leaves it."""
         tensors, borrowed = inputs[: self.arguments.number], inputs[self.arguments.number :]
         args, kwargs = self.arguments.rebuilt(tensors)
-        with (
-            placed([*self.layer.places, *self.layer.borrowed], [*weights, *borrowed]),
-            hugging_face.fresh_collector(self.collector) as collected,
-        ):
+        collected: hugging_face.COLLECTED = {key: [] for key in self.collected_keys}
+        with placed([*self.layer.places, *self.layer.borrowed], [*weights, *borrowed]), hugging_face.collecting(collected or None):
             try:
                 output = self.layer.forward(*args, **kwargs)
             except RuntimeError as error:
                 if "a leaf Variable that requires grad" in str(error):
-                    raise RuntimeError(_written(self.layer, "an input tensor")) from error
+                    raise RuntimeError(written_in_place(self.layer, "an input tensor")) from error
                 raise
         changes = self.arguments.changes(self.layer.name, args, kwargs, tensors)
         return Results((output, changes, collected))
@@ -114,9 +114,9 @@ class _Call:
         assert self.results is not None
         output, changes, collected = self.results.rebuilt(outputs)
         self.arguments.apply_changes(changes)
+        recorded = hugging_face.outer_collector() or {}
         for key, values in collected.items():
-            assert self.collector is not None
-            self.collector[key].extend(values)
+            recorded[key].extend(values)
         return output
 
 
@@ -141,12 +141,16 @@ class _StreamedLayer(torch.autograd.Function):
             layer.buffers.watched(call.buffers),
         ):
             weights = [_leaf(weight, parameter.requires_grad) for weight, parameter in zip(streamed, parameters, strict=True)]
-            first = _node() if layer.first_forward() else None
-            with _watch_casts(engine, layer, weights), saved_tensors_hooks(lambda tensor: None, _nothing_saved):
+            first = node() if layer.first_forward() else None
+            with (
+                unwritten(layer, weights, by_value=first is not None),
+                _watch_casts(engine, layer, weights),
+                saved_tensors_hooks(lambda tensor: None, _nothing_saved),
+            ):
                 results = call.run(inputs, weights)
         if first is not None:
-            _refuse_captured(layer, results.tensors, [*inputs, *weights], first._sequence_nr())
-        _refuse_written(layer, inputs, versions)
+            refuse_captured(layer, results.tensors, [*inputs, *weights], first._sequence_nr())
+        refuse_written(layer, inputs, versions)
         if call.random is not None and call.random.same_as(RandomState(engine.device)):
             call.random = None  # nothing was drawn
         call.results = results
@@ -202,13 +206,6 @@ class _StreamedLayer(torch.autograd.Function):
         return (None, *[leaf.grad for leaf in inputs], *[returned.get(parameter) for parameter in parameters])
 
 
-def _node() -> Node:
-    """A node of the graph made now; what is made later has a higher sequence number."""
-    node = torch.ones((), requires_grad=True).clone().grad_fn
-    assert node is not None
-    return node
-
-
 def _leaf(tensor: Tensor, requires_grad: bool) -> Tensor:
     leaf = tensor.detach()
     return leaf.requires_grad_() if requires_grad else leaf
@@ -243,38 +240,3 @@ def _watch_casts(engine: "Engine", layer: HostLayer, weights: Sequence[Tensor]) 
     with watch:
         yield
     layer.decide_casts(training, {fp32[index] for index in watch.cast_once()})
-
-
-def _refuse_written(layer: HostLayer, inputs: Sequence[Tensor], versions: Sequence[int]) -> None:
-    for index, (tensor, version) in enumerate(zip(inputs, versions, strict=True)):
-        if tensor._version != version:
-            raise RuntimeError(_written(layer, f"its input tensor {index}"))
-
-
-def _written(layer: HostLayer, what: str) -> str:
-    return (
-        f"Streamed layer {layer.name!r} changed {what} in place. Backward runs the layer again and needs the input as it was. Make that "
-        f"operation out of place, or keep the layer on the device with resident=[{layer.name!r}]."
-    )
-
-
-def _refuse_captured(layer: HostLayer, outputs: Sequence[Tensor], leaves: Sequence[Tensor], start: int) -> None:
-    """Looks through the layer's graph for tensors that require grad and did not come in as arguments or parameters."""
-    known = {id(leaf) for leaf in leaves}
-    pending: list[Node] = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
-    seen: set[Node] = set()
-    while pending:
-        node = pending.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        variable = getattr(node, "variable", None)
-        foreign = id(variable) not in known if variable is not None else start < 0 or node._sequence_nr() < start
-        if foreign:
-            what = f"a leaf of shape {tuple(variable.shape)}" if variable is not None else f"the result of {node.name()}"
-            raise RuntimeError(
-                f"Streamed layer {layer.name!r} used a tensor that requires grad but is neither one of its arguments nor one of its own "
-                f"parameters ({what}). Its gradient would be lost. Pass the tensor as an argument, or keep the layer on the device with "
-                f"resident=[{layer.name!r}]."
-            )
-        pending += [following for following, _ in node.next_functions if following is not None]

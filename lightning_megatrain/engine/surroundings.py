@@ -1,10 +1,12 @@
 """What surrounds a layer's forward and must surround its recompute in backward, so that both compute the same."""
 
 import contextvars
+import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -12,22 +14,28 @@ T = TypeVar("T")
 
 
 class RandomState:
-    """The random generators of the host and of one device."""
+    """The global random generators: Python's, NumPy's, torch's on the host and on one device."""
 
     def __init__(self, device: torch.device) -> None:
         self._module: Any = None if device.type == "cpu" else torch.get_device_module(device)
         self._device = device
+        self._python_state = random.getstate()
+        self._numpy_state: Any = np.random.get_state(legacy=False)
         self._host_state = torch.get_rng_state()
         self._device_state: Tensor | None = None if self._module is None else self._module.get_rng_state(device)
 
     def same_as(self, other: "RandomState") -> bool:
         """Whether nothing was drawn between the two."""
-        same = torch.equal(self._host_state, other._host_state)
+        ours, theirs = self._numpy_state["state"], other._numpy_state["state"]
+        same = torch.equal(self._host_state, other._host_state) and self._python_state == other._python_state
+        same = same and ours["pos"] == theirs["pos"] and np.array_equal(ours["key"], theirs["key"])
         if self._device_state is not None and other._device_state is not None:
             same = same and torch.equal(self._device_state, other._device_state)
         return same
 
     def restore(self) -> None:
+        random.setstate(self._python_state)
+        np.random.set_state(self._numpy_state)
         torch.set_rng_state(self._host_state)
         if self._device_state is not None:
             self._module.set_rng_state(self._device_state, self._device)
