@@ -17,8 +17,9 @@ class Tolerance:
         return {"loss": self.loss, "gradient": self.gradient, "state": self.state}[section]
 
 
-# A loss to a few roundings of FP32. Gradients of later steps are taken at weights that already differ by as much, and cancel in part (a key's
-# weight, under softmax). Adam divides by the gradient's own size, so that one near zero carries its error into a step of the learning rate's size.
+# A loss to a few roundings of FP32. Gradients of later steps are taken at weights that already differ by as much, and cancel in part (a
+# key's weight, under softmax). Adam divides by the gradient's own
+# size: one near zero carries its error into a step of the learning rate's size.
 _FP32 = {"loss": 1e-6, "gradient": 1e-5, "state": 1e-4}
 
 _ENCODER_OUTPUT = Tolerance(
