@@ -70,14 +70,13 @@ class ReweightingPolicy(Policy):
         self._weighting = True
 
     @override
-    def _act_if_due(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        if trainer.global_step != self._step and self._range:
-            low, high = min(r[0] for r in self._range), max(r[1] for r in self._range)
-            self.report(trainer, {"weight/least": low, "weight/most": high})
-            self._range = []
-        if trainer.global_step != self._step and not self.weighs_every_step:
-            self._weighting = False
-        super()._act_if_due(trainer, module)
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step != self._step:  # an optimizer step is done
+            if self._range:
+                self.report(trainer, {"weight/least": min(r[0] for r in self._range), "weight/most": max(r[1] for r in self._range)})
+                self._range = []
+            self._weighting = self._weighting and self.weighs_every_step
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     @override
     def own_state(self) -> dict[str, Any]:
