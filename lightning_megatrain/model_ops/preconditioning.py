@@ -71,7 +71,7 @@ def adam_moments(optimizers: Iterable[Optimizer], named: Iterable[tuple[str, nn.
             raise ValueError(
                 f"preconditioner='adam' needs `exp_avg` and `exp_avg_sq`, but {type(optimizer).__name__} keeps {sorted(map(str, state))} "
                 f"for `{name}`. "
-                "Use preconditioner=None."
+                "Use torch's AdamW or HostAdamW with moments='fp32' or 'bf16', or preconditioner=None."
             )
         shape = (parameter.shape[0], -1) if parameter.dim() > 1 else (-1, 1)
         zeros = torch.zeros_like(parameter, dtype=torch.float32) if not state else None

@@ -31,19 +31,25 @@ from tests.model_ops.subjects import Lit, llama, rows_of, text_batch
 SETTINGS = GradientSettings(width=16)
 
 
-def on_two_ranks(function: Any, folder: Path, *args: Any) -> list[Any]:
-    """Returns what `function(rank, *args)` returns on each of two processes that share a gloo group."""
+def on_ranks(ranks: int, function: Any, folder: Path, *args: Any) -> list[Any]:
+    """Returns what `function(rank, *args)` returns on each of some new processes that share a gloo group."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    mp.spawn(_on_rank, args=(port, function, folder, args), nprocs=2)  # type: ignore[no-untyped-call]
-    return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
+    mp.spawn(_on_rank, args=(ranks, port, function, folder, args), nprocs=ranks)  # type: ignore[no-untyped-call]
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(ranks)]
 
 
-def _on_rank(rank: int, port: int, function: Any, folder: Path, args: tuple[Any, ...]) -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
+def _on_rank(rank: int, ranks: int, port: int, function: Any, folder: Path, args: tuple[Any, ...]) -> None:
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_RANK": str(rank),
+    }
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=2)
+    dist.init_process_group("gloo", rank=rank, world_size=ranks)
     try:
         torch.save(function(rank, *args), folder / f"rank{rank}.pt")
     finally:
@@ -149,4 +155,24 @@ def ask_sharded(rank: int, samples: int) -> dict[str, Any]:
         gradient_features(model, text_batch())
     except NotImplementedError as error:
         found["refusal"] = str(error)
+    return found
+
+
+def ask_zero3(rank: int) -> dict[str, Any]:
+    """DeepSpeed's ZeRO-3 engine: parameters are empty outside the forwards of their modules."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled, for collectives within a machine
+    config = {"train_micro_batch_size_per_gpu": 5, "zero_optimization": {"stage": 3}, "zero_allow_untested_optimizer": True}
+    found: dict[str, Any] = {}
+    for name, operations in (("asked", OPERATIONS), ("silent", {})):
+        model = llama()
+        engine, *_ = deepspeed.initialize(model=model, config=config, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+        assert all(p.numel() == 0 for p in model.parameters())
+        torch.manual_seed(0)
+        found |= {operation: ask(model, text_batch()) for operation, ask in operations.items()}
+        engine.backward(engine(**text_batch()).loss)
+        engine.step()
+        found[name] = sample_losses(model, text_batch())  # after the step
     return found

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_megatrain.model_ops import embed, generate, gradient_features, over_dataset, sample_losses
-from tests.model_ops.ranks import SETTINGS, Counting, Crash, dataset, make_store, on_two_ranks, share, train_under_ddp
+from tests.model_ops.ranks import SETTINGS, Counting, Crash, dataset, make_store, on_ranks, share, train_under_ddp
 from tests.model_ops.subjects import Lit, llama, text_batch
 
 
@@ -124,7 +124,7 @@ def test_after_a_crash_only_the_missing_rows_are_computed(tmp_path: Path) -> Non
 @pytest.mark.long
 def test_two_processes_share_the_samples_and_agree(tmp_path: Path) -> None:
     """With one sample, the second rank's share is empty."""
-    ranks = on_two_ranks(share, tmp_path, [7, 1], str(tmp_path / "store"))
+    ranks = on_ranks(2, share, tmp_path, [7, 1], str(tmp_path / "store"))
     for samples in (7, 1):
         for found in (rank[samples] for rank in ranks):
             torch.testing.assert_close(found["losses"], whole(sample_losses, samples))
@@ -139,7 +139,7 @@ def test_two_processes_share_the_samples_and_agree(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_under_ddp_operations_agree_and_training_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    ranks = on_two_ranks(train_under_ddp, tmp_path, str(tmp_path))
+    ranks = on_ranks(2, train_under_ddp, tmp_path, str(tmp_path))
     for name in ("losses", "features", "adam"):
         assert torch.equal(ranks[0]["asked"][name], ranks[1]["asked"][name])
         assert ranks[0]["asked"][name].norm() > 0

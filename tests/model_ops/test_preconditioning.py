@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from lightning_megatrain.model_ops import GradientSettings, gradient_features
 from lightning_megatrain.model_ops.preconditioning import AdamMoments
+from lightning_megatrain.optim import HostAdamW
 from tests.model_ops.subjects import MLP, bert, gpt2, llama, loop_gradients, mlp_batch, project, t5, text_batch, tied_llama
 
 
@@ -39,7 +40,7 @@ def expected_features(module: nn.Module, batch: Any, settings: GradientSettings,
         for name, g in gradients.items():
             state = optimizer.state[module.get_parameter(name)]
             directions[name] = less_direction(
-                g, state["exp_avg"], state["exp_avg_sq"], int(state["step"]) + 1, *group["betas"], group["eps"]
+                g, state["exp_avg"].to(g), state["exp_avg_sq"].to(g), int(state["step"]) + 1, *group["betas"], group["eps"]
             )
         rows.append(project(directions, settings))
     return torch.stack(rows)
@@ -126,6 +127,15 @@ def test_a_layer_shared_by_many_uses_is_preconditioned_once() -> None:
     )
 
 
+@pytest.mark.parametrize("moments", ["fp32", "bf16"])
+def test_the_host_optimizers_moments_are_read(moments: Any) -> None:
+    module, batch, settings = llama(), text_batch(), GradientSettings(width=64, preconditioner="adam")
+    optimizer = trained(module, batch, HostAdamW, moments=moments)
+    expected = expected_features(module, batch, settings, optimizer)
+    found = gradient_features(module, batch, settings, optimizers=[optimizer])
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
 def test_what_is_not_adams_state_is_refused() -> None:
     module, batch, settings = llama(), text_batch(), GradientSettings(width=64, preconditioner="adam")
     adam = torch.optim.AdamW(module.parameters())
@@ -139,3 +149,5 @@ def test_what_is_not_adams_state_is_refused() -> None:
         gradient_features(module, batch, settings, optimizers=[trained(module, batch, amsgrad=True)])
     with pytest.raises(ValueError, match=r"keeps \['exp_avg', 'exp_inf', 'step'\]"):
         gradient_features(module, batch, settings, optimizers=[trained(module, batch, torch.optim.Adamax)])
+    with pytest.raises(ValueError, match=r"HostAdamW keeps .*'exp_avg_codes'.* moments='fp32' or 'bf16'"):
+        gradient_features(module, batch, settings, optimizers=[trained(module, batch, HostAdamW, moments="int8")])

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from lightning_megatrain.model_ops import gradient_features
-from tests.model_ops.ranks import OPERATIONS, ask_sharded, on_two_ranks
+from tests.model_ops.ranks import OPERATIONS, ask_sharded, ask_zero3, on_ranks
 from tests.model_ops.subjects import Lit, llama, rows_of, text_batch
 
 
@@ -19,7 +19,7 @@ def test_two_ranks_of_fsdp2_answer_as_the_whole_model(tmp_path: Path) -> None:
     """Three samples: the second rank has one less, and must still take part in every gathering of weights."""
     model = llama()
     expected = {name: operation(model, text_batch()) for name, operation in OPERATIONS.items()}
-    for found in on_two_ranks(ask_sharded, tmp_path, 3):
+    for found in on_ranks(2, ask_sharded, tmp_path, 3):
         for name in ("losses", "embeddings"):
             torch.testing.assert_close(found[name], expected[name])
             torch.testing.assert_close(found[f"{name} over 3"], OPERATIONS[name](model, text_batch(3)))
@@ -37,6 +37,19 @@ def test_one_rank_of_fsdp2_answers_as_the_whole_model(tmp_path: Path) -> None:
     torch.testing.assert_close(found["losses"], expected["losses"])
     torch.testing.assert_close(found["embeddings"], expected["embeddings"])
     assert "gradient_features needs whole parameters" in found["refusal"]
+
+
+@pytest.mark.long
+def test_deepspeed_zero_3_answers_as_the_whole_model_and_trains_on(tmp_path: Path) -> None:
+    """Its next step is the one it would have made: nothing of an operation stays in its gradient buffers."""
+    pytest.importorskip("deepspeed", reason="pip install deepspeed==0.19.8 to try ZeRO-3, which no other test needs")
+    found = on_ranks(1, ask_zero3, tmp_path)[0]
+    model = llama()
+    for name, operation in OPERATIONS.items():
+        for leaf, wanted in zip(tree_leaves(found[name]), tree_leaves(operation(model, text_batch())), strict=True):
+            assert torch.equal(leaf, wanted)
+    assert torch.equal(found["asked"], found["silent"])
+    assert (found["asked"] < found["losses"]).all()
 
 
 class Gathering(torch.nn.Module):
