@@ -1,11 +1,14 @@
 """Policies under strategy="megatrain": the same decisions as under plain Lightning."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
 from lightning_megatrain import MegaTrainStrategy
 from lightning_megatrain.callbacks import LESS, ODM, DoReMi, LossReweighting, LossSelection
 from tests.callbacks.modules import Llama, Sentences, fit, sentences, weights
+from tests.emulated import EmulatedAccelerator, emulated_device
 
 
 def policy_of(kind, tmp_path):
@@ -20,13 +23,19 @@ def policy_of(kind, tmp_path):
     }[kind]()
 
 
+@pytest.mark.parametrize("place", ["cpu", "emu"])
 @pytest.mark.parametrize("kind", ["LESS", "LossSelection", "ODM", "DoReMi", "LossReweighting"])
-def test_decisions_are_those_under_plain_lightning(kind, tmp_path):
-    runs = []
-    for strategy in ("auto", MegaTrainStrategy(fused_optimizer=False)):  # the fused kernel may differ in the last bit
+def test_decisions_are_those_under_plain_lightning(kind, place, tmp_path):
+    def run(**trainer):
         module, policy = Llama(), policy_of(kind, tmp_path)
-        fit(module, sentences(), [policy], strategy=strategy, max_epochs=2)
-        runs.append((module, policy))
+        fit(module, sentences(), [policy], max_epochs=2, **trainer)
+        return module, policy
+
+    runs = [run()]
+    with emulated_device("lazy") if place == "emu" else nullcontext():
+        accelerator = EmulatedAccelerator() if place == "emu" else "cpu"
+        # the fused kernel may differ in the last bit
+        runs.append(run(accelerator=accelerator, strategy=MegaTrainStrategy(fused_optimizer=False)))
     (plain, first), (streamed, second) = runs
     assert [step for step, _ in first.history] == [step for step, _ in second.history]
     for (_, a), (_, b) in zip(first.history, second.history, strict=True):
