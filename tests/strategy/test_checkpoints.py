@@ -161,7 +161,8 @@ def test_evaluation_from_a_checkpoint(place: Place) -> None:
 
 def test_the_best_checkpoint_is_kept_and_loaded(place: Place) -> None:
     def run(make: MakeTrainer) -> Any:
-        keep, record, model = ModelCheckpoint(make.__module__ + make.__qualname__, monitor="val_loss", save_last=True, save_top_k=1), Recorder(), Subject()
+        model, record = Subject(), Recorder()
+        keep = ModelCheckpoint(make.__module__ + make.__qualname__, monitor="val_loss", save_last=True, save_top_k=1)
         trainer = make(max_epochs=3, callbacks=[keep, record], enable_checkpointing=True)
         trainer.fit(model, batches(), batches(2))
         metrics = trainer.test(model, batches(1), ckpt_path="best", weights_only=False, verbose=False)

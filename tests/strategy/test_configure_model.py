@@ -70,7 +70,6 @@ def test_init_module_may_skip_initialisation_for_weights_that_are_loaded(place: 
 
 
 def test_init_module_under_bf16_true_builds_fp32_masters(place: Place) -> None:
-    with streamed(place) as make:
-        with make(precision="bf16-true").init_module():
-            model = Subject()
+    with streamed(place) as make, make(precision="bf16-true").init_module():
+        model = Subject()
     assert {(p.dtype, p.device.type) for p in model.parameters()} == {(torch.float32, "cpu")}

@@ -41,7 +41,9 @@ class Compiled(Subject):
 class Checkpointing(Subject):
     def __init__(self) -> None:
         super().__init__()
-        self.llama = LlamaForCausalLM(LlamaConfig(vocab_size=16, hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2))
+        self.llama = LlamaForCausalLM(
+            LlamaConfig(vocab_size=16, hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2)
+        )
         self.llama.gradient_checkpointing_enable()
 
 

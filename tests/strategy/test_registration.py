@@ -127,3 +127,8 @@ def test_the_config_is_written_and_read_again(tmp_path: Path) -> None:
 def test_a_precision_given_to_the_trainer_reaches_a_strategy_object() -> None:
     trainer = quiet_trainer(accelerator="cpu", strategy=MegaTrainStrategy(), precision="bf16-mixed")
     assert trainer.precision == "bf16-mixed"
+
+
+def test_it_runs_in_a_notebook() -> None:
+    """No launcher: one that starts processes makes the Trainer refuse an interactive session."""
+    assert quiet_trainer(accelerator="cpu", strategy="megatrain").strategy.launcher is None

@@ -1,5 +1,6 @@
 """Flags of the Trainer that change how it runs."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -27,22 +28,22 @@ FLAGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _not_deterministic_afterwards() -> Iterator[None]:
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 @pytest.mark.parametrize("name", FLAGS)
 def test_flags(name: str) -> None:
     def run(make: MakeTrainer) -> Any:
         seed_everything(4, verbose=False)
         model, record = Subject(), Recorder()
-        if name != "barebones":
-            trainer = make(callbacks=[record], **FLAGS[name])
-        else:
-            trainer = make(**FLAGS[name])
+        trainer = make(callbacks=None if name == "barebones" else [record], **FLAGS[name])
         trainer.fit(model, batches(3, shuffle=True), batches(2))
         return record.everything(model), trainer.global_step
 
-    try:
-        assert_same(run, "cpu")
-    finally:
-        torch.use_deterministic_algorithms(False)
+    assert_same(run, "cpu")
 
 
 @pytest.mark.parametrize("name", ["deterministic", "detect_anomaly", "no inference mode", "validation within the epoch"])
@@ -52,10 +53,7 @@ def test_flags_that_reach_into_backward_or_the_device(name: str) -> None:
         make(callbacks=[record], **FLAGS[name]).fit(model, batches(2), batches(1))
         return record.everything(model)
 
-    try:
-        assert_same(run, "emu")
-    finally:
-        torch.use_deterministic_algorithms(False)
+    assert_same(run, "emu")
 
 
 def test_detect_anomaly_finds_what_went_wrong(place: Place) -> None:
@@ -67,8 +65,7 @@ def test_detect_anomaly_finds_what_went_wrong(place: Place) -> None:
         make(max_epochs=1, detect_anomaly=True).fit(Wrong(), batches(1))
 
 
-def test_training_in_several_threads_of_loading(place: Place) -> None:
-    """Workers fork while the module is installed."""
+def test_loaders_whose_workers_fork_while_the_module_is_installed(place: Place) -> None:
 
     def run(make: MakeTrainer) -> Any:
         model = Subject()
