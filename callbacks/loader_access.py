@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -77,7 +78,8 @@ class _Attachment:
         # What Lightning would do to it now: give each rank its sampler, seed the workers.
         prepared = _process_dataloader(trainer, TrainerFn.FITTING, RunningStage.TRAINING, loader)
         assert isinstance(prepared, DataLoader)
-        return DynamicLoader.from_dataloader(prepared, domain=self.domain, **_share(trainer))
+        seed = int(os.environ.get("PL_GLOBAL_SEED", 0))  # as Lightning seeds its distributed sampler
+        return DynamicLoader.from_dataloader(prepared, domain=self.domain, seed=seed, **_share(trainer))
 
 
 def attach(trainer: pl.Trainer, domain: DomainOf | None) -> None:

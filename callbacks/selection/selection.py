@@ -39,6 +39,7 @@ class SelectionPolicy(Policy):
         size: How many samples to choose: a number, a fraction of the dataset (a float up to 1.0), or None for as many as are trained
             on until
             the next choice.
+        every_n_steps: How often to choose anew, in optimizer steps; 0 (default) chooses once. Each time costs what the policy says.
         batch_size: Samples per batch and rank when the model is asked about samples (default: the training loader's).
         **policy: Schedule, name and so on; see :class:`~lightning_megatrain.callbacks.Policy`.
 
@@ -46,8 +47,8 @@ class SelectionPolicy(Policy):
         ValueError: the size is not positive, or None where the choice is made only once.
     """
 
-    def __init__(self, *, size: int | float | None = None, batch_size: int | None = None, **policy: Any) -> None:
-        super().__init__(**policy)
+    def __init__(self, *, size: int | float | None = None, every_n_steps: int = 0, batch_size: int | None = None, **policy: Any) -> None:
+        super().__init__(every_n_steps=every_n_steps, **policy)
         if size is None and self.schedule.every_n_steps == 0:
             raise ValueError("`every_n_steps=0` chooses once for the rest of training: give `size`, a number or a fraction of samples.")
         if size is not None and (size <= 0 or (isinstance(size, float) and size > 1)):

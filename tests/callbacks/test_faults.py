@@ -67,7 +67,7 @@ def test_b1_b26_scoring_leaves_mode_gradients_and_random_numbers():
             assert torch.equal(torch.get_rng_state(), state)
             assert all(p.grad is g for p, g in zip(module.parameters(), grads, strict=True))
 
-    policy = Check(size=8, warmup_steps=1)
+    policy = Check(size=8, warmup_steps=1, every_n_steps=1)
     fit(Watched(attention_dropout=0.5), sentences(), [policy])
     assert policy.updates > 1
 
@@ -122,7 +122,7 @@ def test_4b_loaders_do_not_pile_up():
         def on_train_batch_start(self, batch, batch_idx):
             seen.add(id(self.trainer.train_dataloader))
 
-    fit(Watch(), points(), [LossSelection(size=8)], max_epochs=2)
+    fit(Watch(), points(), [LossSelection(size=8, every_n_steps=1)], max_epochs=2)
     assert len(seen) == 1
 
 

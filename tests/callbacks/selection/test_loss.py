@@ -71,9 +71,16 @@ def test_b14_warm_up_of_zero_steps_works():
 def test_b9_nothing_is_taken_from_an_earlier_run(tmp_path):
     """The published caches were keyed by step alone."""
     first, second = Linear(), Linear()
-    fit(first, points(24), [LossSelection(size=6)], default_root_dir=tmp_path)
-    fit(second, points(12), [LossSelection(size=6)], default_root_dir=tmp_path)
+    fit(first, points(24), [LossSelection(size=6, every_n_steps=1)], default_root_dir=tmp_path)
+    fit(second, points(12), [LossSelection(size=6, every_n_steps=1)], default_root_dir=tmp_path)
     assert max(sum(second.seen, [])) < 12
+
+
+def test_it_chooses_once_unless_told_otherwise():
+    """Each choice is a pass over the data."""
+    policy = LossSelection(size=6, warmup_steps=2)
+    fit(Linear(), points(), [policy], max_epochs=2)
+    assert [step for step, _ in policy.history] == [2]
 
 
 def test_more_samples_asked_for_than_are_finite_warns():
@@ -113,13 +120,13 @@ def test_a_module_whose_losses_are_unknown_is_told_what_to_define():
         ({"quantiles": (0.8, 0.2)}, "`quantiles`"),
         ({"size": 0}, "`size`"),
         ({"size": 1.5}, "`size`"),
-        ({"every_n_steps": 0}, "give `size`"),
+        ({"size": None}, "give `size`"),
         ({"warmup_steps": -1}, "`warmup_steps`"),
     ],
 )
 def test_wrong_arguments_are_refused_by_name(arguments, says):
     with pytest.raises(ValueError, match=says):
-        LossSelection(**arguments)
+        LossSelection(**{"size": 4, **arguments})
 
 
 def test_the_default_size_is_what_is_trained_on_until_the_next_choice():
