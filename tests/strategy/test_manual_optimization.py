@@ -135,7 +135,7 @@ class ReplacedData(Manual):
     "kind",
     [ByManualBackward, ByRawBackward, TwoStepsInOne, RawStepsInOne, Accumulating, ClampedByData, ClampedInCallback, ReplacedData],
 )
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize(("place", "precision"), [("cpu", "32-true"), ("cpu", "bf16-mixed"), ("emu", "32-true")])
 def test_steps_by_hand_equal_plain(place: Place, kind: type[Manual], precision: Any) -> None:
     def run(make: MakeTrainer) -> Any:
         model, record = kind(), Recorder()

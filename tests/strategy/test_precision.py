@@ -30,15 +30,7 @@ class Watching(Subject):
 
 @pytest.mark.parametrize(
     ("precision", "compute"),
-    [
-        (32, torch.float32),
-        ("32", torch.float32),
-        ("32-true", torch.float32),
-        (None, torch.float32),
-        ("bf16-mixed", torch.bfloat16),
-        ("bf16", torch.bfloat16),
-        ("bf16-true", torch.bfloat16),
-    ],
+    [("32-true", torch.float32), ("bf16-mixed", torch.bfloat16), ("bf16-true", torch.bfloat16)],
 )
 def test_compute_and_host_dtypes(place: Place, precision: Any, compute: torch.dtype) -> None:
     model = Watching()
@@ -53,7 +45,15 @@ def test_compute_and_host_dtypes(place: Place, precision: Any, compute: torch.dt
 
 
 @pytest.mark.parametrize(
-    ("precision", "name"), [("32-true", "32-true"), ("bf16-mixed", "bf16-mixed"), ("bf16", "bf16-mixed"), ("bf16-true", "bf16-true")]
+    ("precision", "name"),
+    [
+        (None, "32-true"),
+        (32, "32-true"),
+        ("32", "32-true"),
+        ("bf16-mixed", "bf16-mixed"),
+        ("bf16", "bf16-mixed"),
+        ("bf16-true", "bf16-true"),
+    ],
 )
 def test_the_trainer_says_the_precision_it_was_given(precision: Any, name: str) -> None:
     assert quiet_trainer(accelerator="cpu", strategy="megatrain", precision=precision).precision == name
