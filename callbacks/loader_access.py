@@ -94,11 +94,13 @@ def attach(trainer: pl.Trainer, domain: DomainOf | None) -> None:
         ValueError: two policies give different domains.
         TypeError: the training loader cannot be wrapped; says what to return.
     """
-    if trainer.reload_dataloaders_every_n_epochs:
+    if reload := getattr(trainer, "reload_dataloaders_every_n_epochs", 0):
         raise MisconfigurationException(
-            f"reload_dataloaders_every_n_epochs={trainer.reload_dataloaders_every_n_epochs} makes a new training loader, which knows "
+            f"reload_dataloaders_every_n_epochs={reload} makes a new training loader, which knows "
             "nothing of what a policy has decided. Leave it at 0: policies change the data without a new loader."
         )
+    if trainer.fit_loop._combined_loader is not None and not isinstance(trainer.train_dataloader, DynamicLoader):
+        trainer.fit_loop._combined_loader = None  # of a run without policies, such as the Tuner's
     attachment = _ATTACHED.get(trainer)
     if attachment is None:
         attachment = _ATTACHED[trainer] = _Attachment(trainer)

@@ -195,6 +195,13 @@ class Policy(pl.Callback):
         if stage == "fit":
             detach(trainer)
 
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        # Lightning calls no teardown hook then; the project must be left as it came all the same.
+        if self._log is not None:
+            self._log.flush()
+        self.teardown(trainer, pl_module, "fit")
+
     def _act_if_due(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         step = trainer.global_step
         if step == self._step:

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from lightning_megatrain import model_ops
 from lightning_megatrain.callbacks.selection.selection import Selected, SelectionPolicy, highest
-from lightning_megatrain.callbacks.target import find_target
+from lightning_megatrain.callbacks.target import Target, find_target
 
 
 class LESS(SelectionPolicy):
@@ -80,12 +80,13 @@ class LESS(SelectionPolicy):
             width=width, projection=projection, seed=seed, parameters=None if parameters is None else tuple(parameters)
         )
         self._influence_NS: Tensor | None = None  # summed over updates, with checkpoints="all"
+        self._tasks: dict[str, Target] = {}
         self._rates: list[float] = []  # learning rates since the last update
 
     @override
     def prepare(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         super().prepare(trainer, module)
-        find_target(self.target, trainer)  # refuse a target that is not there before training
+        self._tasks = find_target(self.target, trainer)  # refuses a target that is not there, before training
 
     @override
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
@@ -94,7 +95,7 @@ class LESS(SelectionPolicy):
     @override
     def select(self, trainer: pl.Trainer, module: pl.LightningModule, size: int) -> Selected:
         train_NK = self._features(trainer, module, self.loader.samples, self.loader.collate_fn, self.gradient == "adam")
-        tasks = find_target(self.target, trainer)
+        tasks = self._tasks or find_target(self.target, trainer)
         targets = [self._features(trainer, module, t.dataset, t.collate_fn or self.loader.collate_fn, adam=False) for t in tasks.values()]
         influence_NS = influence(train_NK, targets)
         if self.checkpoints == "all":

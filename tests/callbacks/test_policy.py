@@ -205,6 +205,36 @@ def test_an_exception_names_the_policy_and_the_step():
     assert isinstance(error.value.__cause__, ZeroDivisionError)
 
 
+def test_after_an_exception_the_project_is_as_it_came_and_decisions_are_kept(tmp_path):
+    class Failing(Linear):
+        def on_train_batch_end(self, *args):
+            if self.trainer.global_step == 3:
+                raise RuntimeError("stop")
+
+        def train_dataloader(self):
+            return points()
+
+    module = Failing()
+    with pytest.raises(RuntimeError, match="stop"):
+        fit(module, None, [FirstOnes(size=5, every_n_steps=1), LossReweighting()], default_root_dir=tmp_path)
+    assert not {"training_step", "train_dataloader"} & vars(module).keys()
+    table = read_decisions(tmp_path / "policies" / "FirstOnes" / "decisions")
+    assert sorted(set(table["step"].to_pylist())) == [0, 1, 2, 3]
+
+
+def test_the_tuner_may_run_first():
+    module = Linear(lr=0.01)
+    policy = FirstOnes(size=5, warmup_steps=1)
+    options = {"accelerator": "cpu", "max_epochs": 1, "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = L.Trainer(callbacks=[policy], **options)
+    loader = points()
+    L.pytorch.tuner.Tuner(trainer).lr_find(module, loader, num_training=4)
+    module.seen.clear()
+    trainer.fit(module, loader)
+    assert set(sum(module.seen[1:], [])) <= set(range(5))
+    assert trainer.global_step == 6
+
+
 def test_two_policies_of_one_class_need_names():
     with pytest.raises(RuntimeError, match="state_key"):
         fit(Linear(), points(), [Recorder(), Recorder()])
