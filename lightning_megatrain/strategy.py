@@ -238,7 +238,10 @@ class MegaTrainStrategy(SingleDeviceStrategy):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         state = super().lightning_module_state_dict()
-        return {name: value.cpu() if isinstance(value, Tensor) else value for name, value in state.items()}
+        for name, value in state.items():
+            if isinstance(value, Tensor):
+                state[name] = value.cpu()  # buffers are on the device
+        return state
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

@@ -8,6 +8,6 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def checksum(tensor: Tensor) -> Tensor:
     """The sum of the tensor's bits as integers, left on its device."""
-    with torch.no_grad():
+    with torch.inference_mode(False), torch.no_grad():
         flat = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
         return flat.view(_INTEGERS[flat.element_size()]).sum()

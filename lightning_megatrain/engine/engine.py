@@ -16,7 +16,7 @@ from lightning_megatrain.engine import hugging_face
 from lightning_megatrain.engine.accounting import Accounting
 from lightning_megatrain.engine.device_buffers import DeviceBuffers
 from lightning_megatrain.engine.gradients import Gradients
-from lightning_megatrain.engine.host import Clock, HostLayer
+from lightning_megatrain.engine.host import Clock, HostLayer, Mode
 from lightning_megatrain.engine.lanes import lanes_of
 from lightning_megatrain.engine.layers import Layers, find_layers
 from lightning_megatrain.engine.passes import _STREAMED
@@ -141,9 +141,9 @@ class Engine:
                 self._settle()
 
     @contextmanager
-    def weights(self, layer: HostLayer, phase: Phase, training: bool) -> Iterator[Sequence[Tensor]]:
-        """The layer's weights on the device, for as long as work that reads them is being queued; `training` is the mode it runs in."""
-        layer.set_mode(training)
+    def weights(self, layer: HostLayer, phase: Phase, mode: Mode) -> Iterator[Sequence[Tensor]]:
+        """The layer's weights on the device, for as long as work that reads them is being queued."""
+        layer.set_mode(mode)
         weights = self._stream.acquire(layer, phase)
         try:
             yield weights

@@ -1,7 +1,7 @@
 """The host's side of a streamed layer: its parameters, the dtypes they travel in, and the bytes to send."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,14 @@ from lightning_megatrain.engine.placement import Place, places_of
 ALIGNMENT = 64  # bytes: what vector loads and tensor cores ask of a view's first element
 
 Stamp = tuple[tuple[int, int, int], ...]
+
+
+class Mode(NamedTuple):
+    """What decides how a layer uses its weights."""
+
+    training: bool
+    casting: bool
+    """Whether autocast to BF16 is on."""
 
 
 class Clock:
@@ -78,9 +86,9 @@ class HostLayer:
         self._copies = self._copies_of.get(tuple(dtypes), {})
         self._copied: tuple[int, Stamp] | None = None
 
-    def set_mode(self, training: bool) -> None:
+    def set_mode(self, mode: Mode) -> None:
         """Lets parameters travel as was decided for this mode."""
-        dtypes = self._dtypes_of_mode.get(training, self._own_dtypes)
+        dtypes = self._dtypes_of_mode.get(mode.training, self._own_dtypes) if mode.casting else self._own_dtypes
         if dtypes != self.dtypes:
             self._set_dtypes(dtypes)
 

@@ -56,6 +56,12 @@ class _Resident:
     def now(self) -> tuple[int, int, bool]:
         return self.parameter._version, self.parameter.data_ptr(), self.parameter.requires_grad
 
+    def keep_replacement(self) -> None:
+        """Writes to the host what code gave the bound copy by assigning to its `.data`, which the copy itself does not see."""
+        if self.bound is not None and self.copy is not None and self.bound.untyped_storage()._cdata != self.copy.untyped_storage()._cdata:
+            with torch.no_grad():
+                self.parameter.copy_(self.bound)
+
     def written(self) -> bool:
         if self.copy is None or self.taken is None:
             return False
@@ -109,6 +115,8 @@ class Residents:
     def unbind(self) -> None:
         """Puts the host parameters back into the module."""
         self._bound = False
+        for resident in self._residents:
+            resident.keep_replacement()
         for resident in self._residents:
             for container, key in resident.places:
                 if container[key] is resident.bound:

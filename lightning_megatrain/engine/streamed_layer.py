@@ -15,7 +15,7 @@ from lightning_megatrain.engine.buffers import BufferPlace
 from lightning_megatrain.engine.calls import Arguments, Results
 from lightning_megatrain.engine.casts import CastWatch, casting, may_be_watched
 from lightning_megatrain.engine.gradients import has_hooks
-from lightning_megatrain.engine.host import HostLayer, Stamp
+from lightning_megatrain.engine.host import HostLayer, Mode, Stamp
 from lightning_megatrain.engine.passes import _PASS, Pass, current_pass
 from lightning_megatrain.engine.placement import placed
 from lightning_megatrain.engine.refusals import node, refuse_captured, refuse_written, unwritten, written_in_place
@@ -46,7 +46,7 @@ def run_layer(engine: "Engine", layer: HostLayer, args: tuple[Any, ...], kwargs:
 
 def _run_without_graph(engine: "Engine", layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Nothing will be differentiated, so the layer gets the caller's own arguments."""
-    with engine.weights(layer, "inference", layer.module.training) as streamed, no_cast_cache(), _running("forward"):
+    with engine.weights(layer, "inference", _mode(engine, layer)) as streamed, no_cast_cache(), _running("forward"):
         weights = list(streamed)
         if not torch.is_inference_mode_enabled():
             weights = [_leaf(weight, p.requires_grad) for weight, p in zip(streamed, layer.parameters, strict=True)]
@@ -62,7 +62,7 @@ class _Call:
 
     def __init__(self, engine: "Engine", layer: HostLayer, arguments: Arguments, number_of_inputs: int) -> None:
         self.engine, self.layer, self.arguments, self.number_of_inputs = engine, layer, arguments, number_of_inputs
-        self.training = layer.module.training
+        self.mode = _mode(engine, layer)
         self.collected_keys = hugging_face.collected_keys()
         with hugging_face.collecting(None):  # what is recorded hangs in the graph that will hold this object
             self.surroundings = Surroundings(layer.modules, engine.device)
@@ -134,7 +134,7 @@ class _StreamedLayer(torch.autograd.Function):
         inputs = [_leaf(tensor, tensor.requires_grad) for tensor in given]
         versions = [tensor._version for tensor in inputs]
         with (
-            engine.weights(layer, "forward", call.training) as streamed,
+            engine.weights(layer, "forward", call.mode) as streamed,
             torch.enable_grad(),
             no_cast_cache(),
             _running("forward"),
@@ -188,7 +188,7 @@ class _StreamedLayer(torch.autograd.Function):
             )
         engine.gradients.expect(engine.on_backward_end)
 
-        with engine.weights(layer, "backward", call.training) as streamed:
+        with engine.weights(layer, "backward", call.mode) as streamed:
             weights = [_leaf(weight, want) for weight, want in zip(streamed, wanted, strict=True)]
             results = call.surroundings.run(lambda: call.run_again(inputs, weights))
             pairs = [(out, grad) for out, grad in zip(results.tensors, grad_outputs, strict=True) if grad is not None and out.requires_grad]
@@ -204,6 +204,10 @@ class _StreamedLayer(torch.autograd.Function):
         if call.saved is not None:
             call.saved.release()
         return (None, *[leaf.grad for leaf in inputs], *[returned.get(parameter) for parameter in parameters])
+
+
+def _mode(engine: "Engine", layer: HostLayer) -> Mode:
+    return Mode(layer.module.training, casting(engine.device))
 
 
 def _leaf(tensor: Tensor, requires_grad: bool) -> Tensor:
