@@ -131,6 +131,11 @@ def restore_place(trainer: pl.Trainer) -> None:
         loop._combined_loader_states_to_load = []
 
 
+def step_ends(trainer: pl.Trainer) -> bool:
+    """Return whether the optimizer steps with this micro-batch."""
+    return not trainer.fit_loop._should_accumulate()
+
+
 def detach(trainer: pl.Trainer) -> None:
     """Give the user's training loader its place back."""
     if (attachment := _ATTACHED.pop(trainer, None)) is not None:

@@ -97,6 +97,12 @@ def untap_losses(module: pl.LightningModule, client: Client) -> None:
         del _TAPS[module]
 
 
+def finish_window(module: pl.LightningModule) -> None:
+    """Correct the gradients once an optimizer step's last backward has run, before they are clipped; a second call does nothing."""
+    if (tap := _TAPS.get(module)) is not None:
+        tap.finish_window(module)
+
+
 @dataclass
 class _Output:
     """What the Hugging Face model was asked and answered."""
@@ -109,6 +115,7 @@ class _Tap:
     def __init__(self, module: pl.LightningModule) -> None:
         self.clients: dict[Client, str] = {}
         self.tokens = False
+        self._window = _Window()
         given = module.training_step
         self.own_attribute = vars(module).get("training_step")  # where the user has put one on the instance
 
@@ -133,20 +140,52 @@ class _Tap:
         weights = [w for w in [client(losses, batch) for client in list(self.clients)] if w is not None]
         if not weights:
             return result
-        factor_B = _factors(torch.stack(weights).prod(0), losses.tokens_B, module.trainer)
-        if factor_B is None:
-            return result
+        factor_B = self._window.factors(torch.stack(weights).prod(0), losses.tokens_B, module.trainer)
+        if bool((factor_B == 1).all()):
+            return result  # equal weights: the module's own loss, untouched
         loss = _weighted(module, given, losses, factor_B, outputs)
         return {**result, "loss": loss} if isinstance(result, Mapping) else loss
 
+    def finish_window(self, module: pl.LightningModule) -> None:
+        """Give the gradients of an accumulation window, whose last backward has run, the weights' mean over the whole window."""
+        correction = self._window.finish()
+        if correction != 1:
+            torch._foreach_mul_([p.grad for p in module.parameters() if p.grad is not None], correction)
 
-def _factors(weights_B: Tensor, tokens_B: Tensor, trainer: pl.Trainer) -> Tensor | None:
-    """Return each sample's weight over the mean weight of a token, over all ranks; None where all weights are equal (or none counts)."""
-    all_G, tokens_G = gather_rows(weights_B, trainer), gather_rows(tokens_B, trainer)
-    mean = (all_G * tokens_G).sum() / tokens_G.sum().clamp(min=1)
-    if bool((all_G == all_G[0]).all()) or mean == 0:
-        return None
-    return (weights_B / mean).detach()
+
+class _Window:
+    """The mean weight of a token over the micro-batches of one optimizer step, on all ranks.
+
+    It is known only with the last micro-batch. All are weighted relative to the mean weight in the first, and the gradient is corrected at
+    the end, so that micro-batches of unlike weights keep their relation: with batches of one sample it is all there is.
+    """
+
+    def __init__(self) -> None:
+        self._step = -1
+        self._first_mean = self._tokens = self._weighted_tokens = 0.0
+        self._touched = False
+
+    def factors(self, weights_B: Tensor, tokens_B: Tensor, trainer: pl.Trainer) -> Tensor:
+        """Return each sample's weight over the mean weight of a token in the window's first micro-batch that has one, (B,)."""
+        if trainer.global_step != self._step:
+            self.__init__()  # type: ignore[misc]
+            self._step = trainer.global_step
+        all_G, tokens_G = gather_rows(weights_B, trainer).double(), gather_rows(tokens_B, trainer).double()
+        tokens, weighted = float(tokens_G.sum()), float((all_G * tokens_G).sum())
+        if self._first_mean == 0:
+            equal = bool((all_G == all_G[0]).all())
+            self._first_mean = float(all_G[0]) if equal else weighted / max(tokens, 1.0)
+        if self._first_mean == 0:
+            return torch.ones_like(weights_B)  # nothing has counted yet
+        self._tokens, self._weighted_tokens = self._tokens + tokens, self._weighted_tokens + weighted
+        self._touched |= bool((all_G != self._first_mean).any())
+        return (weights_B.double() / self._first_mean).to(weights_B.dtype)
+
+    def finish(self) -> float:
+        """Return the factor that is left for the gradient of the window, and begin a new one."""
+        correction = self._first_mean * self._tokens / self._weighted_tokens if self._touched and self._weighted_tokens else 1.0
+        self.__init__()  # type: ignore[misc]
+        return 1.0 if abs(correction - 1) < 1e-9 else correction  # rounding, where there was one micro-batch
 
 
 def _weighted(module: pl.LightningModule, given: Mapping[str, Any], losses: StepLosses, factor_B: Tensor, outputs: list[_Output]) -> Tensor:

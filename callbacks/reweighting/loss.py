@@ -73,9 +73,11 @@ class LossReweighting(ReweightingPolicy):
         if len(all_G) == 1:
             warn_once(self, "one", "a batch of one sample has nothing to be weighted against: raise `batch_size`.")
         shape = "published uniform" if self.variant == "dataflex" and self.strategy == "uniform" else self.strategy
-        most = shape_of(all_G, all_G, shape, self.delta).max()
-        # The softmax over all ranks, but for its sum, by which the loss is divided anyway.
-        weights_B = ((shape_of(own_B, all_G, shape, self.delta) - most) / self.temperature).exp()
+        f_G = shape_of(all_G, all_G, shape, self.delta) / self.temperature
+        f_B = shape_of(own_B, all_G, shape, self.delta) / self.temperature
+        weights_B = len(all_G) * (f_B - torch.logsumexp(f_G, 0)).exp()  # the softmax over all ranks, of mean 1
+        if bool((f_G == f_G[0]).all()):
+            weights_B = torch.ones_like(own_B)  # exactly
         return weights_B if self.length_normalised else weights_B / losses.tokens_B.clamp(min=1)
 
 

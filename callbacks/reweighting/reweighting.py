@@ -14,8 +14,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_megatrain.callbacks.gather import gather_rows
+from lightning_megatrain.callbacks.loader_access import step_ends
 from lightning_megatrain.callbacks.policy import Policy
-from lightning_megatrain.callbacks.training_losses import StepLosses, tap_losses, untap_losses
+from lightning_megatrain.callbacks.training_losses import StepLosses, finish_window, tap_losses, untap_losses
 
 
 class ReweightingPolicy(Policy):
@@ -68,6 +69,11 @@ class ReweightingPolicy(Policy):
     @override
     def act(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         self._weighting = True
+
+    @override
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if step_ends(trainer):
+            finish_window(pl_module)
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:

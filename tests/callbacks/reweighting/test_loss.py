@@ -179,6 +179,33 @@ def test_b5_l6_weights_do_not_change_the_scale_of_the_gradient_at_any_accumulati
     assert norms[1] == pytest.approx(norms[0], rel=1e-3)
 
 
+@pytest.mark.parametrize("kind", [Llama, PerSample])
+@pytest.mark.parametrize("batch_size", [1, 2, 4])
+def test_weights_hold_between_micro_batches_at_any_accumulation(kind, batch_size):
+    """Published weights are relative to a micro-batch. Rows of equal length, as Lightning averages micro-batches alike."""
+    table = torch.linspace(0.1, 2, 16)
+    seen = {}
+
+    class Full(Sentences):
+        def __init__(self):
+            super().__init__(16)
+            self.lengths[:] = 8
+
+    class Watched(kind):
+        def on_before_optimizer_step(self, optimizer):
+            seen.setdefault(len(seen), [p.grad.clone() for p in self.parameters()])
+
+    loader = torch.utils.data.DataLoader(Full(), batch_size)
+    fit(Watched(), loader, [Fixed(table.tolist())], max_steps=1, accumulate_grad_batches=8 // batch_size)
+    module = Llama()
+    batch = torch.utils.data.default_collate([Full()[i] for i in range(8)])
+    logits, labels = module.model(input_ids=batch["input_ids"]).logits[:, :-1], batch["labels"][:, 1:]
+    losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
+    loss = (table[:8, None] * losses).sum() / (table[:8].sum() * 7)
+    for got, wanted in zip(seen[0], torch.autograd.grad(loss, list(module.parameters())), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-6)  # FP32, through two layers
+
+
 def test_two_reweightings_multiply():
     a, b = torch.rand(16), torch.rand(16)
     results = []
