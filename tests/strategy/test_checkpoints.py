@@ -146,7 +146,7 @@ def test_weights_only_checkpoints_hold_no_optimizer(place: Place) -> None:
         trainer.save_checkpoint("weights.ckpt", weights_only=True)
     checkpoint = torch.load("weights.ckpt", weights_only=True)
     assert "optimizer_states" not in checkpoint
-    assert not differences(state(trainer.lightning_module), checkpoint["state_dict"])
+    assert not differences(state(trainer.lightning_module), dict(checkpoint["state_dict"]))
 
 
 def test_evaluation_from_a_checkpoint(place: Place) -> None:
