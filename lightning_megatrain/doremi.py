@@ -20,8 +20,12 @@ def main(arguments: Sequence[str]) -> None:
     from lightning_megatrain.cli import MegaTrainCLI
 
     parser = argparse.ArgumentParser("lightning-megatrain doremi", description=__doc__)
-    parser.add_argument("-c", "--config", action="append", required=True, help="config of the final model, as for `fit`; may be given again")
-    parser.add_argument("--proxy", action="append", default=[], help="config on top of it for reference and proxy: a smaller model, fewer steps")
+    parser.add_argument(
+        "-c", "--config", action="append", required=True, help="config of the final model, as for `fit`; may be given again"
+    )
+    parser.add_argument(
+        "--proxy", action="append", default=[], help="config on top of it for reference and proxy: a smaller model, fewer steps"
+    )
     parser.add_argument("--output", type=Path, default=Path("doremi_run"), help="folder for the results (default: %(default)s)")
     parser.add_argument("--step-size", type=float, default=1.0, help="eta (default: %(default)s)")
     parser.add_argument("--smoothing", type=float, default=1e-3, help="c (default: %(default)s)")
@@ -52,4 +56,6 @@ def main(arguments: Sequence[str]) -> None:
         cli.trainer.strategy.barrier()
     print(f"\nDoReMi: shares {shares.read_text()}", flush=True)
     if not final.exists():
-        fit("final", False, "--trainer.callbacks+=StaticMixture", f"--trainer.callbacks.proportions={shares}").trainer.save_checkpoint(final)
+        fit("final", False, "--trainer.callbacks+=StaticMixture", f"--trainer.callbacks.proportions={shares}").trainer.save_checkpoint(
+            final
+        )

@@ -1,11 +1,13 @@
 """The arguments and the results of a layer's call as flat lists of tensors.
 
-Arguments and results are pytrees. A mapping or list given as an argument may be changed by the layer (Gemma 3n hands keys and values from
-layer to layer in one): what the layer puts into it leaves the layer as a further output and is then put into the caller's own container.
+Both are trees of tuples, lists, mappings and of objects that hold tensors in their attributes (see `records`). Whatever a layer puts into
+a mapping, a list or an object that it was given (Gemma 3n hands keys and values from layer to layer in one) leaves the layer as a further
+output and is then put into the caller's own.
 """
 
 from collections import UserDict
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,46 +15,39 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from lightning_megatrain.engine.hugging_face import PrivateCache
-
-_TENSOR = object()  # stands where a tensor was
-
-
-class _Opened(dict[Any, Any]):
-    """A `UserDict` argument laid open, so that the tensors in it are seen; torch's pytrees treat it as a leaf."""
-
-    def __init__(self, original: UserDict[Any, Any]) -> None:
-        super().__init__(original.data)
-        self.kind = original
+from lightning_megatrain.engine.records import attributes, is_record, laid_open
 
 
-def _flatten_opened(opened: _Opened) -> tuple[list[Any], tuple[Any, list[Any]]]:
-    return list(opened.values()), (opened.kind, list(opened.keys()))
+@dataclass(frozen=True)
+class _TensorAt:
+    """Stands where a tensor was, in a list of leaves."""
+
+    index: int
 
 
-def _unflatten_opened(values: Any, context: tuple[Any, list[Any]]) -> UserDict[Any, Any]:
-    """A new container of the same kind, never the caller's own."""
-    kind, keys = context
-    container = kind.__class__.__new__(kind.__class__)
-    container.__dict__.update({key: value for key, value in vars(kind).items() if key != "data"})
-    container.data = dict(zip(keys, values, strict=True))
-    return container
+def _taken_out(tree: Any) -> tuple[list[Tensor], list[Any], Any]:
+    """The distinct tensors of a tree, its leaves with places for them, and its structure."""
+    leaves, spec = pytree.tree_flatten(laid_open(tree))
+    tensors: dict[int, tuple[_TensorAt, Tensor]] = {}
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            tensors.setdefault(id(leaf), (_TensorAt(len(tensors)), leaf))
+    places = [tensors[id(leaf)][0] if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    return [tensor for _, tensor in tensors.values()], places, spec
 
 
-pytree.register_pytree_node(_Opened, _flatten_opened, _unflatten_opened)
+def _put_back(places: Sequence[Any], spec: Any, tensors: Sequence[Tensor]) -> Any:
+    return pytree.tree_unflatten([tensors[leaf.index] if isinstance(leaf, _TensorAt) else leaf for leaf in places], spec)
 
 
 class Arguments:
-    """One call's arguments: its tensors, and everything else."""
+    """One call's arguments: its distinct tensors (what is one object stays one), and everything else."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._caller = (*args, *kwargs.values())
-        opened = [_Opened(value) if isinstance(value, UserDict) else value for value in self._caller]
-        keys = list(kwargs)
-        self._positional, self._keys = len(args), keys
-        leaves, self._spec = pytree.tree_flatten(opened)
-        self.tensors: list[Tensor] = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        self._positional, self._keys = len(args), list(kwargs)
+        self.tensors, self._places, self._spec = _taken_out(list(self._caller))
         self.number = len(self.tensors)
-        self._constants = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
     def forget_tensors(self) -> None:
         """Drops the tensors: autograd keeps those that backward needs, and frees them when it is done."""
@@ -60,9 +55,8 @@ class Arguments:
 
     def rebuilt(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with `tensors` in the place of their own, in new containers."""
-        given = iter(tensors)
-        leaves = [next(given) if leaf is _TENSOR else leaf.new() if isinstance(leaf, PrivateCache) else leaf for leaf in self._constants]
-        values = pytree.tree_unflatten(leaves, self._spec)
+        places = [leaf.new() if isinstance(leaf, PrivateCache) else leaf for leaf in self._places]
+        values = _put_back(places, self._spec, tensors)
         return tuple(values[: self._positional]), dict(zip(self._keys, values[self._positional :], strict=True))
 
     def changes(self, layer: str, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[Tensor]) -> list[tuple[int, Any, Any]]:
@@ -71,13 +65,12 @@ class Arguments:
         Raises:
             RuntimeError: The layer took something out of a container, or changed one that lies inside another argument.
         """
-        given = iter(tensors)
-        before = pytree.tree_unflatten([next(given) if leaf is _TENSOR else leaf for leaf in self._constants], self._spec)
+        before = _put_back(self._places, self._spec, tensors)
         after = (*args, *kwargs.values())
         found: list[tuple[int, Any, Any]] = []
         for index, (old, new) in enumerate(zip(before, after, strict=True)):
             changes = list(_container_changes(old, new))
-            compared = isinstance(old, dict | UserDict | list | PrivateCache)
+            compared = isinstance(old, dict | UserDict | list | PrivateCache) or is_record(old)
             if any(kind == "removed" for kind, _, _ in changes) or (not compared and not _same_leaves(old, new)):
                 raise RuntimeError(
                     f"Streamed layer {layer!r} took something out of, or changed inside, a container it was given as argument {index}. "
@@ -91,20 +84,23 @@ class Arguments:
         """Puts what the layer put into its copies of the containers into the caller's own, and lets go of these."""
         for index, key, value in changes:
             container = self._caller[index]
-            if key is None:
+            if isinstance(container, list):
                 container.append(value)
-            else:
+            elif isinstance(container, dict | UserDict):
                 container[key] = value
+            else:
+                setattr(container, key, value)
         self._caller = ()
 
 
 def _container_changes(old: Any, new: Any) -> Iterator[tuple[str, Any, Any]]:
-    if isinstance(old, dict | UserDict):
-        for key in old:
-            if key not in new:
+    if isinstance(old, dict | UserDict) or is_record(old):
+        was, now = (dict(x) if isinstance(x, dict | UserDict) else attributes(x) for x in (old, new))
+        for key in was:
+            if key not in now:
                 yield "removed", key, None
-        for key, value in new.items():
-            if key not in old or not _same_leaves(old[key], value):
+        for key, value in now.items():
+            if key not in was or not _same_leaves(was[key], value):
                 yield "set", key, value
     elif isinstance(old, list):
         if len(new) < len(old) or any(not _same_leaves(a, b) for a, b in zip(old, new, strict=False)):
@@ -116,8 +112,8 @@ def _container_changes(old: Any, new: Any) -> Iterator[tuple[str, Any, Any]]:
 def _same_leaves(old: Any, new: Any) -> bool:
     if old is new:
         return True
-    old_leaves, old_spec = pytree.tree_flatten(old)
-    new_leaves, new_spec = pytree.tree_flatten(new)
+    old_leaves, old_spec = pytree.tree_flatten(laid_open(old))
+    new_leaves, new_spec = pytree.tree_flatten(laid_open(new))
     return old_spec == new_spec and all(a is b for a, b in zip(old_leaves, new_leaves, strict=True))
 
 
@@ -125,18 +121,7 @@ class Results:
     """What one call returned: its distinct tensors, and how to put the whole together from others in their place."""
 
     def __init__(self, value: Any) -> None:
-        leaves, self._spec = pytree.tree_flatten(value)
-        self.tensors: list[Tensor] = []
-        known: dict[int, int] = {}
-        self._leaves: list[tuple[int | None, Any]] = []
-        for leaf in leaves:
-            if not isinstance(leaf, Tensor):
-                self._leaves.append((None, leaf))
-                continue
-            if id(leaf) not in known:
-                known[id(leaf)] = len(self.tensors)
-                self.tensors.append(leaf)
-            self._leaves.append((known[id(leaf)], None))
+        self.tensors, self._places, self._spec = _taken_out(value)
         self._made = [(tensor.shape, tensor.dtype) for tensor in self.tensors]
 
     def drop_tensors(self) -> None:
@@ -145,9 +130,9 @@ class Results:
 
     def rebuilt(self, outputs: Sequence[Tensor]) -> Any:
         """The returned value with `outputs` in the place of its tensors; the structure is let go of, as constants in it may be large."""
-        leaves = [constant if index is None else outputs[index] for index, constant in self._leaves]
-        self._leaves = []
-        return pytree.tree_unflatten(leaves, self._spec)
+        value = _put_back(self._places, self._spec, outputs)
+        self._places = []
+        return value
 
     def check_same(self, again: "Results", layer: str) -> None:
         """Raises RuntimeError if a second run returned tensors of other shapes or dtypes, or another number of them."""

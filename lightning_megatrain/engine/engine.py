@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils import _pytree as pytree
@@ -77,6 +78,7 @@ class Engine:
     ) -> None:
         self.device = torch.device(device)
         self.casts_streamed = stream_casts and compute_dtype is None
+        _check_materialized(module)
         found = find_layers(module, layers, resident)
         _check(module, found, slots, staging_buffers)
         self.module = module
@@ -223,7 +225,16 @@ class Engine:
 
     def _streamed(self, module: nn.Module, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         layer = self._layer_of.get(module)
-        if layer is None or not layer.at_home():
+        if layer is None:
+            return plain(module, *args, **kwargs)
+        if replaced := layer.replaced():
+            on_host = [name for name, p in module.named_parameters() if p.device.type == "cpu"]
+            if on_host and not self._lanes.in_host_memory:
+                raise RuntimeError(
+                    f"Streamed layer {layer.name!r} no longer holds the parameters it had when training began ({', '.join(replaced)} was "
+                    "replaced, as pruning and re-parametrizing do). Change the module before training, or keep the layer on the device "
+                    f"with resident=[{layer.name!r}]."
+                )
             return plain(module, *args, **kwargs)
         return self._within(module, lambda *args, **kwargs: run_layer(self, layer, args, kwargs), args, kwargs)
 
@@ -265,6 +276,15 @@ def _outside_layers(root: nn.Module, layers: dict[nn.Module, HostLayer]) -> list
     """The streamed layers, and the modules around them that have parameters or hold such that have."""
     inner = {child for layer in layers for child in layer.modules() if child is not layer}
     return [module for module in root.modules() if module not in inner and next(module.parameters(), None) is not None]
+
+
+def _check_materialized(module: nn.Module) -> None:
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, UninitializedParameter):
+            raise ValueError(
+                f"Parameter {name!r} of a lazy module has no shape yet, so it cannot be laid out in memory. Run the module once on an "
+                "example before training, for instance at the end of the LightningModule's __init__ or configure_model()."
+            )
 
 
 def _check(module: nn.Module, found: Layers, slots: int, staging_buffers: int) -> None:

@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 from torch.autograd import Variable
+from torch.autograd.graph import Node
 from torch.nn import Parameter
+from torch.utils.hooks import RemovableHandle
 
 from lightning_megatrain.engine.accounting import Accounting, Holding
 from lightning_megatrain.engine.host import is_dense
@@ -56,6 +58,8 @@ class Gradients:
         self._sums: dict[Parameter, Tensor | None] = {}
         """Gradients that are summed over this backward before they are accumulated."""
         self._tasks: set[int] = set()
+        self._from_autograd: list[tuple[Parameter, Tensor]] = []
+        self._handles: list[RemovableHandle] = []
 
     @property
     def staging_bytes(self) -> int:
@@ -76,6 +80,25 @@ class Gradients:
                 function()
 
         Variable._execution_engine.queue_callback(complete)
+
+    def listen(self, node: Node, parameter: Parameter) -> None:
+        """Takes over what autograd itself would accumulate in this backward into a parameter that the loss uses outside its layer too.
+
+        On an accelerator autograd would do so in another thread, while gradients of the layer arrive.
+
+        Args:
+            node: The parameter's accumulator in the graph.
+            parameter: The parameter.
+        """
+        if self._lanes.in_host_memory:
+            return
+
+        def take(gradients: tuple[Tensor | None, ...]) -> tuple[None]:
+            if gradients[0] is not None:
+                self._from_autograd.append((parameter, gradients[0]))
+            return (None,)
+
+        self._handles.append(node.register_prehook(take))
 
     def deliver(self, gradients: Sequence[tuple[Parameter, Tensor]], more_to_come: bool = False) -> None:
         """Takes gradients of one run of a layer, on the device, for host parameters.
@@ -181,14 +204,24 @@ class Gradients:
         self._on_the_way.clear()
         if self._tasks:
             return
+        for parameter, gradient in self._from_autograd:
+            self._arrive(parameter, gradient.to(parameter.device), owned=False)
+        self._forget_listeners()
         sums, self._sums = self._sums, {}
         with torch.no_grad():
-            for parameter, gradient in sums.items():
-                if gradient is not None:
-                    _accumulate(parameter, gradient, owned=True)
+            for parameter, total in sums.items():
+                if total is not None:
+                    _accumulate(parameter, total, owned=True)
+
+    def _forget_listeners(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._from_autograd.clear()
 
     def abandon(self) -> None:
         """Drops what a failed backward left on the way."""
+        self._forget_listeners()
         for transfer in self._on_the_way:
             self._give_back(transfer)
             if transfer.copied is not None:

@@ -92,11 +92,10 @@ class HostLayer:
         if dtypes != self.dtypes:
             self._set_dtypes(dtypes)
 
-    def at_home(self) -> bool:
-        """Whether the module holds its own parameters: `functional_call` puts others there, and these are not ours to stream."""
-        return all(
-            container[key] is parameter for parameter, places in zip(self.parameters, self.places, strict=True) for container, key in places
-        )
+    def replaced(self) -> list[str]:
+        """Keys under which the module holds something else than its own parameters, as under `functional_call` or after pruning."""
+        pairs = zip(self.parameters, self.places, strict=True)
+        return [str(key) for parameter, places in pairs for container, key in places if _held(container, key) is not parameter]
 
     def first_forward(self) -> bool:
         """Whether the layer runs for the first time in its present mode, training or not."""
@@ -170,6 +169,13 @@ class HostLayer:
             shaped(buffer[offset : offset + p.numel() * dtype.itemsize].view(dtype), p)
             for p, dtype, offset in zip(self.parameters, self.dtypes, self.offsets, strict=True)
         ]
+
+
+def _held(container: Any, key: Any) -> Any:
+    try:
+        return container[key]
+    except (KeyError, IndexError):
+        return None
 
 
 def _layout(sizes: Sequence[int]) -> tuple[list[int], int]:

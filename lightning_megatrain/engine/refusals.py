@@ -1,6 +1,6 @@
 """What a layer may not do, since backward runs it again: found in its forward and refused by name."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -18,6 +18,19 @@ def node() -> Node:
     return made
 
 
+def nothing_saved(layer: HostLayer) -> Callable[[None], Tensor]:
+    """What happens when backward reaches into the graph of a layer's forward, of which nothing was kept."""
+
+    def refuse(_: None) -> Tensor:
+        raise RuntimeError(
+            f"Backward reached into streamed layer {layer.name!r} by a way around it: a tensor that requires grad left it hidden in an "
+            "object, or something in it called backward() during its forward. Return tensors themselves, in tuples, lists, mappings or "
+            f"dataclasses, or keep the layer on the device with resident=[{layer.name!r}]."
+        )
+
+    return refuse
+
+
 @contextmanager
 def unwritten(layer: HostLayer, weights: Sequence[Tensor], by_value: bool) -> Iterator[None]:
     """Refuses a layer that writes its own weights, which would be lost with the slot, or made twice; through `.data` only values tell."""
@@ -27,7 +40,7 @@ def unwritten(layer: HostLayer, weights: Sequence[Tensor], by_value: bool) -> It
     for weight, (version, bits) in zip(tracked, before, strict=True):
         if weight._version != version or (bits is not None and not torch.equal(checksum(weight), bits)):
             raise RuntimeError(
-                f"Streamed layer {layer.name!r} wrote one of its own parameters, of shape {tuple(weight.shape)}, in its forward. Backward "
+                f"Streamed layer {layer.name!r} wrote one of its own parameters in its forward. Backward "
                 "runs the layer again and would write it a second time. Make it a buffer, or keep the layer on the device with "
                 f"resident=[{layer.name!r}]."
             )

@@ -34,6 +34,7 @@ class _Bind(torch.autograd.Function):
         residents.gradients.expect(residents.on_backward_end)
         if has_hooks(ctx.parameter):
             return None, None, None, gradient.to(ctx.parameter.device, ctx.parameter.dtype)
+        residents.gradients.listen(node, ctx.parameter)
         residents.gradients.deliver([(ctx.parameter, gradient)])
         return None, None, None, None
 

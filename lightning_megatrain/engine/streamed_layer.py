@@ -18,7 +18,7 @@ from lightning_megatrain.engine.gradients import has_hooks
 from lightning_megatrain.engine.host import HostLayer, Mode, Stamp
 from lightning_megatrain.engine.passes import _PASS, Pass, current_pass
 from lightning_megatrain.engine.placement import placed
-from lightning_megatrain.engine.refusals import node, refuse_captured, refuse_written, unwritten, written_in_place
+from lightning_megatrain.engine.refusals import node, nothing_saved, refuse_captured, refuse_written, unwritten, written_in_place
 from lightning_megatrain.engine.surroundings import RandomState, Surroundings, no_cast_cache, random_state
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ class _StreamedLayer(torch.autograd.Function):
             with (
                 unwritten(layer, weights, by_value=first is not None),
                 _watch_casts(engine, layer, weights),
-                saved_tensors_hooks(lambda tensor: None, _nothing_saved),
+                saved_tensors_hooks(lambda tensor: None, nothing_saved(layer)),
             ):
                 results = call.run(inputs, weights)
         if first is not None:
@@ -187,6 +187,9 @@ class _StreamedLayer(torch.autograd.Function):
                 "again after it."
             )
         engine.gradients.expect(engine.on_backward_end)
+        for accumulator, want, parameter in zip(nodes, wanted, parameters, strict=True):
+            if want and not has_hooks(parameter):
+                engine.gradients.listen(accumulator, parameter)
 
         with engine.weights(layer, "backward", call.mode) as streamed:
             weights = [_leaf(weight, want) for weight, want in zip(streamed, wanted, strict=True)]
@@ -213,10 +216,6 @@ def _mode(engine: "Engine", layer: HostLayer) -> Mode:
 def _leaf(tensor: Tensor, requires_grad: bool) -> Tensor:
     leaf = tensor.detach()
     return leaf.requires_grad_() if requires_grad else leaf
-
-
-def _nothing_saved(_: None) -> Tensor:
-    raise RuntimeError("A streamed layer keeps nothing of its forward: something inside it ran backward() during the layer's own forward.")
 
 
 @contextmanager
