@@ -1,5 +1,7 @@
 """Tells whether a tensor was written where its version does not, as through `.data`."""
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -11,3 +13,8 @@ def checksum(tensor: Tensor) -> Tensor:
     with torch.inference_mode(False), torch.no_grad():
         flat = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
         return flat.view(_INTEGERS[flat.element_size()]).sum()
+
+
+def checksums(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Checksums of the ordinary ones among `tensors`, neither sparse nor nested."""
+    return [checksum(tensor) for tensor in tensors if tensor.layout is torch.strided and not tensor.is_nested]

@@ -89,6 +89,8 @@ class Engine:
         self._clock = Clock()
         self.accounting = Accounting()
         self._lanes = lanes_of(self.device)
+        self.exact = self._lanes.in_host_memory
+        """Whether kernels repeat bit for bit."""
         locker = PAGE_LOCKERS.get(self.device.type)
         self.memory = LockedMemory(locker() if locker else None)
         if not self._lanes.in_host_memory:

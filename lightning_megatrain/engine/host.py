@@ -9,6 +9,7 @@ from torch.nn import Parameter
 
 from lightning_megatrain.engine.buffers import LayerBuffers
 from lightning_megatrain.engine.placement import Place, places_of
+from lightning_megatrain.engine.surroundings import generators_of
 
 ALIGNMENT = 64  # bytes: what vector loads and tensor cores ask of a view's first element
 
@@ -67,6 +68,7 @@ class HostLayer:
         self.borrowed: list[list[Place]] = [places[parameter] for parameter in places if parameter in resident]
         """Places of parameters that belong to other parts of the model as well: they come from the resident side, as inputs."""
         self.buffers = LayerBuffers(name, self.modules)
+        self.generators = generators_of(self.modules)
         self.updates = 0
         """Times an optimizer stepped parameters of this layer; fused kernels do so without changing `_version`."""
         self.outstanding = 0

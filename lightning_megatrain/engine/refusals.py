@@ -1,5 +1,6 @@
 """What a layer may not do, since backward runs it again: found in its forward and refused by name."""
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from lightning_megatrain.engine.checksum import checksum
+from lightning_megatrain.engine.checksum import checksum, checksums
 from lightning_megatrain.engine.host import HostLayer
 
 
@@ -81,3 +82,38 @@ def refuse_captured(layer: HostLayer, outputs: Sequence[Tensor], leaves: Sequenc
                 f"resident=[{layer.name!r}]."
             )
         pending += [following for following, _ in reached.next_functions if following is not None]
+
+
+def refuse_otherwise_computed(layer: HostLayer, bits: Sequence[Tensor], again: Sequence[Tensor], exact: bool) -> None:
+    """Refuses a layer whose second run, in the first backward, returned other values than its first.
+
+    Args:
+        layer: The layer.
+        bits: Checksums of what its forward returned.
+        again: What it returned in backward.
+        exact: Whether kernels repeat bit for bit, as on the CPU. Where they need not, it is a warning.
+    """
+    if all(torch.equal(a, b) for a, b in zip(bits, checksums(again), strict=True)):
+        return
+    text = (
+        f"Streamed layer {layer.name!r} returned other values when backward ran it again: it depends on something that changed in between, "
+        "such as a counter it keeps or random numbers from a generator of its own, or it uses a kernel that does not repeat itself. Its "
+        f"gradients are those of the second run. Make its state a buffer, or keep the layer on the device with resident=[{layer.name!r}]."
+    )
+    if exact:
+        raise RuntimeError(text)
+    warnings.warn(text, stacklevel=2)
+
+
+@contextmanager
+def reentrant_checkpoints_named(layer: HostLayer) -> Iterator[None]:
+    """Names the layer where torch only says that checkpointing does not work here."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "use_reentrant" not in str(error):
+            raise
+        raise RuntimeError(
+            f"Streamed layer {layer.name!r} uses torch.utils.checkpoint(use_reentrant=True) inside, which cannot run within another "
+            "recompute. Pass use_reentrant=False, or take the checkpoint off: streamed layers are recomputed anyway."
+        ) from error

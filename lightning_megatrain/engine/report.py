@@ -58,7 +58,9 @@ def report(engine: "Engine", optimizers: Iterable[Optimizer] = ()) -> str:
 
 
 def _nbytes(value: Any) -> int:
-    return value.nbytes if isinstance(value, Tensor) else 0
+    if not isinstance(value, Tensor):
+        return 0
+    return value._values().nbytes + value._indices().nbytes if value.is_sparse else value.nbytes
 
 
 def _size(nbytes: int) -> str:

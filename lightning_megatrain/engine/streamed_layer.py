@@ -14,11 +14,21 @@ from lightning_megatrain.engine.autograd import differentiable_once, will_accumu
 from lightning_megatrain.engine.buffers import BufferPlace
 from lightning_megatrain.engine.calls import Arguments, Results
 from lightning_megatrain.engine.casts import CastWatch, casting, may_be_watched
+from lightning_megatrain.engine.checksum import checksums
 from lightning_megatrain.engine.gradients import has_hooks
 from lightning_megatrain.engine.host import HostLayer, Mode, Stamp
 from lightning_megatrain.engine.passes import _PASS, Pass, current_pass
 from lightning_megatrain.engine.placement import placed
-from lightning_megatrain.engine.refusals import node, nothing_saved, refuse_captured, refuse_written, unwritten, written_in_place
+from lightning_megatrain.engine.refusals import (
+    node,
+    nothing_saved,
+    reentrant_checkpoints_named,
+    refuse_captured,
+    refuse_otherwise_computed,
+    refuse_written,
+    unwritten,
+    written_in_place,
+)
 from lightning_megatrain.engine.surroundings import RandomState, Surroundings, no_cast_cache, random_state
 
 if TYPE_CHECKING:
@@ -33,6 +43,12 @@ def run_layer(engine: "Engine", layer: HostLayer, args: tuple[Any, ...], kwargs:
         raise RuntimeError(
             f"Streamed layer {layer.name!r} was called with gradients inside a backward, as activation checkpointing around it does. "
             "Streamed layers are recomputed already, and would run a third time. Take torch.utils.checkpoint off the modules that hold it."
+        )
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise RuntimeError(
+            f"Streamed layer {layer.name!r} was called under a torch.func transform (vmap, grad, jvp), which cannot see through it. Call "
+            "the model without the transform, or keep the layer on the device with "
+            f"resident=[{layer.name!r}]."
         )
     arguments = Arguments(*hugging_face.private_caches(layer.module, layer.name, args, kwargs))
     borrowed = [container[key] for (container, key), *_ in layer.borrowed]
@@ -66,10 +82,12 @@ class _Call:
         self.collected_keys = hugging_face.collected_keys()
         with hugging_face.collecting(None):  # what is recorded hangs in the graph that will hold this object
             self.surroundings = Surroundings(layer.modules, engine.device)
-        self.random: RandomState | None = RandomState(engine.device)
+        self.random: RandomState | None = RandomState(engine.device, layer.generators)
         self.buffers: dict[BufferPlace, Tensor] = {}
         self.stamp: Stamp = layer.stamp()
         self.results: Results | None = None
+        self.bits: list[Tensor] | None = None
+        """Checksums of what the layer's first forward returned."""
         self.saved: Holding | None = None
         self._outstanding = False
 
@@ -92,13 +110,15 @@ class _Call:
         """Runs the layer in backward, from the random state and the buffers that its forward started from."""
         with (
             torch.enable_grad(),
-            random_state(self.random, self.engine.device),
+            random_state(self.random),
             self.layer.buffers.restored(self.buffers),
             _running("recompute"),
         ):
             results = self.run(inputs, weights)
         assert self.results is not None
         self.results.check_same(results, self.layer.name)
+        if self.bits is not None:
+            refuse_otherwise_computed(self.layer, self.bits, results.tensors, self.engine.exact)
         return results
 
     def outstanding(self, value: bool) -> None:
@@ -150,8 +170,9 @@ class _StreamedLayer(torch.autograd.Function):
                 results = call.run(inputs, weights)
         if first is not None:
             refuse_captured(layer, results.tensors, [*inputs, *weights], first._sequence_nr())
+            call.bits = checksums(results.tensors)
         refuse_written(layer, inputs, versions)
-        if call.random is not None and call.random.same_as(RandomState(engine.device)):
+        if call.random is not None and call.random.same_as(call.random.now()):
             call.random = None  # nothing was drawn
         call.results = results
         ctx.call, ctx.parameters = call, parameters
@@ -198,7 +219,8 @@ class _StreamedLayer(torch.autograd.Function):
             leaves = [leaf for leaf in (*inputs, *weights) if leaf.requires_grad]
             # outside of the forward's surroundings, as plain backward is: autocast would reach into it
             if pairs:
-                torch.autograd.backward([out for out, _ in pairs], [grad for _, grad in pairs], inputs=leaves)
+                with reentrant_checkpoints_named(layer):
+                    torch.autograd.backward([out for out, _ in pairs], [grad for _, grad in pairs], inputs=leaves)
             del results, pairs
         call.outstanding(False)
         arrived = [(parameter, weight.grad) for parameter, weight in zip(parameters, weights, strict=True) if weight.grad is not None]

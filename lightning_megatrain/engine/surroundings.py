@@ -2,7 +2,7 @@
 
 import contextvars
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
@@ -13,10 +13,16 @@ from torch import Tensor, nn
 T = TypeVar("T")
 
 
-class RandomState:
-    """The global random generators: Python's, NumPy's, torch's on the host and on one device."""
+def generators_of(modules: Iterable[nn.Module]) -> list[torch.Generator]:
+    """Random generators that modules hold among their attributes."""
+    return [value for module in modules for value in vars(module).values() if isinstance(value, torch.Generator)]
 
-    def __init__(self, device: torch.device) -> None:
+
+class RandomState:
+    """The global random generators (Python's, NumPy's, torch's on the host and on one device), and `generators` of a layer's own."""
+
+    def __init__(self, device: torch.device, generators: Sequence[torch.Generator]) -> None:
+        self._own = [(generator, generator.get_state()) for generator in generators]
         self._module: Any = None if device.type == "cpu" else torch.get_device_module(device)
         self._device = device
         self._python_state = random.getstate()
@@ -29,11 +35,18 @@ class RandomState:
         ours, theirs = self._numpy_state["state"], other._numpy_state["state"]
         same = torch.equal(self._host_state, other._host_state) and self._python_state == other._python_state
         same = same and ours["pos"] == theirs["pos"] and np.array_equal(ours["key"], theirs["key"])
+        same = same and all(torch.equal(a, b) for (_, a), (_, b) in zip(self._own, other._own, strict=True))
         if self._device_state is not None and other._device_state is not None:
             same = same and torch.equal(self._device_state, other._device_state)
         return same
 
+    def now(self) -> "RandomState":
+        """The state of the same generators now."""
+        return RandomState(self._device, [generator for generator, _ in self._own])
+
     def restore(self) -> None:
+        for generator, state in self._own:
+            generator.set_state(state)
         random.setstate(self._python_state)
         np.random.set_state(self._numpy_state)
         torch.set_rng_state(self._host_state)
@@ -42,12 +55,12 @@ class RandomState:
 
 
 @contextmanager
-def random_state(state: RandomState | None, device: torch.device) -> Iterator[None]:
+def random_state(state: RandomState | None) -> Iterator[None]:
     """Draws from `state` inside, and goes on outside as if nothing had been drawn; None draws nothing."""
     if state is None:
         yield
         return
-    outside = RandomState(device)
+    outside = state.now()
     state.restore()
     try:
         yield

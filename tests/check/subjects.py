@@ -16,7 +16,7 @@ class Even(nn.Module):
 
 
 class Counting(Even):
-    """Keeps state between its forwards that is no buffer: running it once more in backward changes the result."""
+    """Keeps a counter that only its gradient depends on: running it once more in backward changes that, and no output tells."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -24,7 +24,9 @@ class Counting(Even):
 
     def forward(self, hidden: Tensor) -> Tensor:
         self.calls += 1
-        return super().forward(hidden) * self.calls
+        output = super().forward(hidden)
+        scaled = output * self.calls
+        return output + (scaled - scaled.detach())
 
 
 class PassAware(Even):
