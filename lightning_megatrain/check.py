@@ -1,5 +1,6 @@
 """`lightning-megatrain check`: does a model of yours train the same streamed as plain?"""
 
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -81,7 +82,7 @@ def compare(plain: Record, streamed: Record) -> tuple[bool, str]:
     lines, agree = [], True
     for number, (a, b) in enumerate(zip(plain.losses, streamed.losses, strict=True)):
         agree &= _close(a, b)
-        lines.append(f"loss {number + 1}:      plain {a:.9g}, streamed {b:.9g}{'' if a == b else '   <-- differ'}")
+        lines.append(f"loss {number + 1}:      plain {a:.9g}, streamed {b:.9g}{'' if _same(a, b) else '   <-- differ'}")
     for number, (before, after) in enumerate(zip(plain.gradients, streamed.gradients, strict=True)):
         text, close, _ = _compared(before, after)
         agree &= close
@@ -90,12 +91,14 @@ def compare(plain: Record, streamed: Record) -> tuple[bool, str]:
     agree &= close
     lines.append(f"parameters:  {text}")
     lines.append(_where_they_part(plain, streamed))
+    if not all(map(math.isfinite, plain.losses)):
+        lines.append("The loss is not finite in plain training either.")
     return agree, "\n".join(line for line in lines if line)
 
 
 def _where_they_part(plain: Record, streamed: Record) -> str:
     for name, value in plain.outputs.items():
-        if name in streamed.outputs and value != streamed.outputs[name]:
+        if name in streamed.outputs and not _same(value, streamed.outputs[name]):
             checksums = f"checksums {value:.9g} and {streamed.outputs[name]:.9g}"
             return f"They part in the forward of {name!r} ({checksums}); everything before it agrees."
     for before, after in zip(plain.gradients, streamed.gradients, strict=True):
@@ -110,7 +113,7 @@ def _where_they_part(plain: Record, streamed: Record) -> str:
 def _compared(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> tuple[str, bool, list[str]]:
     """A summary, whether all are close, and the names that are not equal bit for bit."""
     missing = sorted(before.keys() ^ after.keys())
-    different = [name for name in before if name in after and not torch.equal(before[name], after[name])]
+    different = [name for name in before if name in after and not _equal(before[name], after[name])]
     largest = max((_relative(before[name], after[name]) for name in different), default=0.0)
     text = f"{len(before) - len(different)} of {len(before)} equal bit for bit"
     if different:
@@ -124,8 +127,17 @@ def _relative(a: Tensor, b: Tensor) -> float:
     return float((a.double() - b.double()).abs().max() / a.double().abs().max().clamp_min(1e-30))
 
 
+def _same(a: float, b: float) -> bool:
+    return a == b or (math.isnan(a) and math.isnan(b))
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    """Equal bit for bit, or not a number in the same places."""
+    return torch.equal(a, b) or (torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num()))
+
+
 def _close(a: float, b: float) -> bool:
-    return a == b or abs(a - b) <= TOLERANCE * max(abs(a), abs(b))
+    return _same(a, b) or abs(a - b) <= TOLERANCE * max(abs(a), abs(b))
 
 
 def _run(arguments: Sequence[str], strategy: str) -> Record:

@@ -10,6 +10,7 @@ import importlib
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -70,6 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         arguments: As on the command line. None: those of this process.
     """
     given = sys.argv[1:] if arguments is None else list(arguments)
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))  # for classes of the user's own; a console script does not look there
     if given and given[0] in COMMANDS:
         importlib.import_module(COMMANDS[given[0]][0]).main(given[1:])
     else:

@@ -4,10 +4,24 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Literal, get_args
 
+import torch
 from torch import Tensor
 
 Kind = Literal["slots", "resident", "buffers", "saved inputs", "gradients"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
+
+
+def storages(tensor: Tensor) -> list[torch.UntypedStorage]:
+    """The memory in which a tensor lies; a sparse one lies in several places."""
+    if tensor.layout is torch.strided:
+        return [] if tensor.is_nested else [tensor.untyped_storage()]
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._values().untyped_storage(), tensor._indices().untyped_storage()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [part.untyped_storage() for part in (tensor.values(), tensor.crow_indices(), tensor.col_indices())]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [part.untyped_storage() for part in (tensor.values(), tensor.ccol_indices(), tensor.row_indices())]
+    return []
 
 
 class Holding:
@@ -15,7 +29,7 @@ class Holding:
 
     def __init__(self, accounting: "Accounting", kind: Kind, tensors: Iterable[Tensor]) -> None:
         self._accounting, self._kind = accounting, kind
-        self._storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors if tensor.numel()}
+        self._storages = {storage._cdata: storage.nbytes() for tensor in tensors for storage in storages(tensor) if storage.nbytes()}
         accounting._take(kind, self._storages)
 
     def release(self) -> None:

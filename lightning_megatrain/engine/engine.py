@@ -222,6 +222,7 @@ class Engine:
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             return replacement(self, plain, args, kwargs)
 
+        forward.__name__ = "forward"  # a bound method is pickled by its name, and becomes the class's own again
         self._patched[module] = own
         module.forward = MethodType(forward, module)
 
@@ -275,9 +276,14 @@ def _ignoring_self(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _outside_layers(root: nn.Module, layers: dict[nn.Module, HostLayer]) -> list[nn.Module]:
-    """The streamed layers, and the modules around them that have parameters or hold such that have."""
+    """The streamed layers, and the modules around them that run and have parameters or hold such that have."""
     inner = {child for layer in layers for child in layer.modules() if child is not layer}
-    return [module for module in root.modules() if module not in inner and next(module.parameters(), None) is not None]
+    return [module for module in root.modules() if module not in inner and _runs(module) and next(module.parameters(), None) is not None]
+
+
+def _runs(module: nn.Module) -> bool:
+    """Whether the module has a forward; a `ModuleList` has none."""
+    return "forward" in module.__dict__ or type(module).forward is not nn.Module.forward
 
 
 def _check_materialized(module: nn.Module) -> None:

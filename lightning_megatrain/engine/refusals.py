@@ -85,7 +85,7 @@ def refuse_captured(layer: HostLayer, outputs: Sequence[Tensor], leaves: Sequenc
 
 
 def refuse_otherwise_computed(layer: HostLayer, bits: Sequence[Tensor], again: Sequence[Tensor], exact: bool) -> None:
-    """Refuses a layer whose second run, in the first backward, returned other values than its first.
+    """Refuses a layer whose second run, in backward, returned other values than its first.
 
     Args:
         layer: The layer.

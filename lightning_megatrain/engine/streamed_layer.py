@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_megatrain.engine import hugging_face
-from lightning_megatrain.engine.accounting import Holding
+from lightning_megatrain.engine.accounting import Holding, storages
 from lightning_megatrain.engine.autograd import differentiable_once, will_accumulate
 from lightning_megatrain.engine.buffers import BufferPlace
 from lightning_megatrain.engine.calls import Arguments, Results
@@ -114,7 +114,14 @@ class _Call:
             self.layer.buffers.restored(self.buffers),
             _running("recompute"),
         ):
-            results = self.run(inputs, weights)
+            try:
+                results = self.run(inputs, weights)
+            except (AttributeError, LookupError, TypeError, ValueError) as error:
+                raise RuntimeError(
+                    f"Streamed layer {self.layer.name!r} failed when backward ran it again, though its forward had not ({error}): "
+                    "something that it reads was changed in between. Leave it in place until backward() is done, pass it as an argument, "
+                    f"or keep the layer on the device with resident=[{self.layer.name!r}]."
+                ) from error
         assert self.results is not None
         self.results.check_same(results, self.layer.name)
         if self.bits is not None:
@@ -170,8 +177,9 @@ class _StreamedLayer(torch.autograd.Function):
                 results = call.run(inputs, weights)
         if first is not None:
             refuse_captured(layer, results.tensors, [*inputs, *weights], first._sequence_nr())
-            call.bits = checksums(results.tensors)
         refuse_written(layer, inputs, versions)
+        if first is not None or engine.exact:  # reading the answer waits for the device, so only once there
+            call.bits = checksums(results.tensors)
         if call.random is not None and call.random.same_as(call.random.now()):
             call.random = None  # nothing was drawn
         call.results = results
@@ -181,10 +189,10 @@ class _StreamedLayer(torch.autograd.Function):
         call.saved = engine.accounting.hold("saved inputs", call.arguments.tensors)
         call.arguments.forget_tensors()
         call.outstanding(True)
-        memory = {tensor.untyped_storage()._cdata for tensor in inputs}
+        memory = {storage._cdata for tensor in inputs for storage in storages(tensor)}
         # .data has a version of its own and is no view, so that the caller may write it in place; what shares an input's memory must share
         # its version
-        outputs = [t.detach() if t.untyped_storage()._cdata in memory else t.data for t in results.tensors]
+        outputs = [t.detach() if any(s._cdata in memory for s in storages(t)) else t.data for t in results.tensors]
         ctx.mark_non_differentiable(*[out for out, made in zip(outputs, results.tensors, strict=True) if not made.requires_grad])
         results.drop_tensors()
         return tuple(outputs)

@@ -1,8 +1,10 @@
 """What goes into a layer and comes out of it: trees, objects, and arguments that are one object."""
 
+import copy
 import dataclasses
 from collections import UserDict
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -195,3 +197,43 @@ def test_parameters_replaced_during_training() -> None:
             prune.l1_unstructured(model.blocks[0].up, "weight", amount=0.5)
             with pytest.raises(RuntimeError, match=r"'blocks\.0' no longer holds the parameters.*weight"):
                 loss_of(model, tokens(device="emu"))
+
+
+class Graph(nn.Module):
+    """Multiplies by a sparse adjacency matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, hidden: Tensor, adjacency: Tensor) -> Tensor:
+        return torch.relu(torch.sparse.mm(adjacency, self.linear(hidden)))
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_a_sparse_argument(layout: torch.layout) -> None:
+    adjacency = torch.eye(4).roll(1, 0).to_sparse(layout=layout)
+    found = []
+    for streamed in (False, True):
+        torch.manual_seed(0)
+        layers = nn.ModuleList([Graph() for _ in range(3)])
+        engine = Engine(layers) if streamed else None
+        hidden = torch.randn(4, 6)
+        for layer in layers:
+            hidden = layer(hidden, adjacency)
+        hidden.square().sum().backward()
+        found.append([p.grad for p in layers.parameters()])
+        if engine is not None:
+            engine.close()
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_a_copy_made_while_the_engine_is_installed_can_be_saved_and_loaded(tmp_path: Path) -> None:
+    model = Tower(layers=2)
+    with Engine(model):
+        loss_of(model, tokens()).backward()
+        torch.save(copy.deepcopy(model), tmp_path / "copy.pt")
+        torch.save(model, tmp_path / "model.pt")
+    for name in ("copy.pt", "model.pt"):
+        loaded = torch.load(tmp_path / name, weights_only=False)
+        assert torch.equal(loaded(tokens()), model(tokens()))

@@ -97,3 +97,29 @@ def test_function_transforms_are_refused_by_name() -> None:
     model = layers_of(lambda: nn.Linear(4, 4))
     with Engine(model), pytest.raises(RuntimeError, match=r"layer '0' was called under a torch\.func transform"):
         torch.func.vmap(model)(torch.ones(3, 4))
+
+
+class Conditioned(nn.Module):
+    """Reads a tensor that is put on it before the forward and taken off after."""
+
+    condition: Tensor | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.linear(hidden) + self.condition
+
+
+@pytest.mark.parametrize(("after", "words"), [(None, "failed when backward ran it again"), (torch.zeros(4), "returned other values")])
+def test_what_a_layer_reads_must_stay_until_backward(after: Tensor | None, words: str) -> None:
+    model = layers_of(Conditioned)
+    with Engine(model):
+        for layer in model:
+            layer.condition = torch.ones(4)
+        loss = model(torch.ones(2, 4)).sum()
+        for layer in model:
+            layer.condition = after
+        with pytest.raises(RuntimeError, match=rf"'1' {words}.*resident=\['1'\]"):
+            loss.backward()
