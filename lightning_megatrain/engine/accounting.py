@@ -37,7 +37,8 @@ class Holding:
         self._storages = {}
 
     def __del__(self) -> None:
-        self.release()
+        if getattr(self, "_storages", None):  # torch.compile makes objects without calling __init__
+            self.release()
 
 
 class Accounting:

@@ -134,7 +134,8 @@ class _Call:
         self._outstanding = value
 
     def __del__(self) -> None:
-        self.outstanding(False)
+        if getattr(self, "_outstanding", False):  # torch.compile makes objects without calling __init__
+            self.outstanding(False)
 
     def returned(self, outputs: Sequence[Tensor]) -> Any:
         """The layer's output made of `outputs`; what it recorded and what it put into containers goes where it belongs."""
