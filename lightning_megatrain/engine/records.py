@@ -1,6 +1,7 @@
 """Objects that hold tensors in their attributes: dataclasses, `UserDict`s, and plain objects made for the purpose."""
 
 import dataclasses
+from collections import UserDict
 from typing import Any
 
 from torch import Tensor, nn
@@ -41,9 +42,12 @@ def attributes(record: Any) -> dict[str, Any]:
 
 
 def is_record(value: Any) -> bool:
-    """Whether `value` is an object whose attributes hold tensors, and of which another can be made."""
+    """Whether `value` is an object whose attributes hold tensors, or are made to, and of which another can be made."""
     if isinstance(value, Tensor | nn.Module | PrivateCache | type) or type(value).__new__ is not _PLAIN_NEW:
         return False
+    settings = getattr(value, "__dataclass_params__", None)
+    if isinstance(value, UserDict) or (settings is not None and not settings.frozen):
+        return True  # a layer may put tensors into one that is still empty
     return any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(list(attributes(value).values())))
 
 

@@ -119,6 +119,45 @@ def test_tensors_in_objects_are_seen(kind: str, device: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
+class Context(nn.Module):
+    """Puts a tensor into a context that was given to it empty, for the layer after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, hidden: Tensor, context: Any) -> Tensor:
+        store = context if isinstance(context, dict | UserDict) else vars(context)
+        hidden = torch.tanh(self.linear(hidden)) * (1 if store.get("last") is None else store["last"])
+        store["last"] = hidden
+        return hidden
+
+
+@dataclasses.dataclass
+class Empty:
+    last: Tensor | None = None
+
+
+@pytest.mark.parametrize("device", ["cpu", "emu"])
+@pytest.mark.parametrize("kind", [dict, UserDict, Empty])
+def test_an_empty_container_that_layers_fill(kind: Callable[[], Any], device: str) -> None:
+    found = []
+    for streamed in (False, True):
+        with emulated_device():
+            torch.manual_seed(0)
+            layers = nn.ModuleList([Context() for _ in range(3)])
+            engine = Engine(layers, device) if streamed else None
+            hidden, context = torch.randn(2, 6).to(device if streamed else "cpu"), kind()
+            for layer in layers:
+                hidden = layer(hidden, context)
+            hidden.sum().backward()
+            found.append([p.grad for p in layers.parameters()])
+            if engine is not None:
+                engine.close()
+    for a, b in zip(*found, strict=True):  # the context's tensor feeds two layers: its two gradients are summed in another order
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
 class Hides(nn.Module):
     """Lets its result out in an object within an object, where it is not looked for."""
 
