@@ -25,7 +25,7 @@ class Manual(Subject):
 
 @pytest.mark.parametrize("kind", [Subject, Manual])
 def test_one_table_after_the_first_step(place: Place, kind: type[Subject], caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.INFO, logger="lightning.pytorch")
     model = kind()
     with streamed(place) as make:
         make(max_epochs=2).fit(model, batches())
@@ -40,7 +40,7 @@ def test_one_table_after_the_first_step(place: Place, kind: type[Subject], caplo
 
 
 def test_the_fused_switch_is_said_once_and_again_after_a_checkpoint(place: Place, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.INFO, logger="lightning.pytorch")
 
     def said() -> int:
         return sum("fused_optimizer=False" in record.getMessage() for record in caplog.records)
@@ -62,7 +62,7 @@ def test_nothing_is_said_where_nothing_was_switched(kind: str, caplog: pytest.Lo
                 return torch.optim.RMSprop(self.parameters())
             return torch.optim.AdamW(self.parameters(), foreach=False if kind == "chosen by the user" else None)
 
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.INFO, logger="lightning.pytorch")
     with streamed("cpu", fused_optimizer=kind != "left alone by argument") as make:
         make(max_epochs=1).fit(Optimized(), batches(1))
     assert not any("fused_optimizer=False" in record.getMessage() for record in caplog.records)
