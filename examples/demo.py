@@ -74,13 +74,13 @@ def sample(folder: Path, prompt: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=160, help="optimizer steps in all, half of them after a resume (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=120, help="optimizer steps in all, half of them after a resume (default: %(default)s)")
     steps = parser.parse_args().steps
 
     if RUN.exists():
         shutil.rmtree(RUN)
     write_data(RUN / "data")
-    often = f"--trainer.val_check_interval={max(1, steps // 8)}"
+    often = f"--trainer.val_check_interval={max(1, steps // 6)}"
     run("fit", "-c", CONFIG, often, f"--trainer.max_steps={steps // 2}")
     run("fit", "-c", CONFIG, often, f"--trainer.max_steps={steps}", f"--ckpt_path={RUN}/checkpoints/last.ckpt")
     run("export", "--ckpt", RUN / "checkpoints/last.ckpt", "--output", RUN / "model")

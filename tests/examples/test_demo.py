@@ -6,7 +6,7 @@ from lightning_megatrain.datamodules.tokenizers import load_tokenizer
 
 
 def test_the_demo_trains_resumes_exports_and_speaks(repository, tmp_path):
-    """Four of its 160 steps: everything happens, and the model has begun to learn."""
+    """Four of its 120 steps: everything happens, and the model has begun to learn."""
     command = [sys.executable, str(repository / "examples" / "demo.py"), "--steps=4"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
