@@ -371,7 +371,12 @@ class _SaveGradients(L.Callback):
 def test_the_gradient_does_not_depend_on_how_rows_are_spread_over_processes():
     whole, _ = fit(make_rows(LENGTHS[:8]), 8, 1)
     trainer = make_trainer(
-        strategy="ddp_spawn", devices=2, accumulate_grad_batches=2, max_epochs=1, use_distributed_sampler=False, callbacks=[_SaveGradients()]
+        strategy="ddp_spawn",
+        devices=2,
+        accumulate_grad_batches=2,
+        max_epochs=1,
+        use_distributed_sampler=False,
+        callbacks=[_SaveGradients()],
     )
     trainer.fit(make_model(**SGD), _OwnRows())
     for rank in range(2):
