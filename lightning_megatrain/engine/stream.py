@@ -97,11 +97,6 @@ class Stream:
             self._lanes.synchronize(self._last_load, "weights read")
             self._last_load = None
 
-    def forget(self) -> None:
-        """Empties the slots, without giving up their memory."""
-        for slot in self._slots:
-            slot.layer, slot.weights, slot.made = None, (), None
-
     def abandon(self) -> None:
         """Frees slots that a failed step left in use."""
         for slot in self._slots:

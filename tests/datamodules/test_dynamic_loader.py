@@ -292,7 +292,8 @@ def test_ranks_and_workers_share_a_stream_without_repeats(num_workers):
 
 
 def test_a_hugging_face_stream_gives_the_same_samples_with_workers():
-    datasets = pytest.importorskip("datasets")
+    import datasets
+
     table = datasets.Dataset.from_dict({"x": list(range(40))})
 
     def run(num_workers):
@@ -311,7 +312,9 @@ def test_domains_come_from_a_column_or_a_function(domain, hugging_face):
     rows = [{"x": i, "source": "even" if i % 2 == 0 else "odd"} for i in range(10)]
     data = rows
     if hugging_face:
-        data = pytest.importorskip("datasets").Dataset.from_list(rows)
+        from datasets import Dataset
+
+        data = Dataset.from_list(rows)
     loader = DynamicLoader(data, 5, domain=domain, proportions={"even": 0, "odd": 1})
     assert loader.domains == ["even", "odd"]
     assert loader.domain_sizes == {"even": 5, "odd": 5}

@@ -174,7 +174,8 @@ def test_a_pattern_that_matches_nothing_is_refused() -> None:
 
 
 def test_low_rank_adapters_get_features_of_their_own() -> None:
-    peft = pytest.importorskip("peft")
+    import peft
+
     torch.manual_seed(0)
     module = peft.get_peft_model(llama(), peft.LoraConfig(r=4, lora_dropout=0.1, target_modules=["q_proj", "v_proj", "down_proj"]))
     for name, p in module.named_parameters():
