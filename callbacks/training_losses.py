@@ -20,6 +20,7 @@ from torch import Tensor
 from lightning_megatrain.callbacks.gather import gather_rows
 from lightning_megatrain.callbacks.policy import PolicyError
 from lightning_megatrain.model_ops.hugging_face import (
+    IGNORED,
     base_of,
     classification_losses,
     find_model,
@@ -31,6 +32,8 @@ from lightning_megatrain.model_ops.hugging_face import (
 WHAT_TO_RETURN = (
     "Return from `training_step` a dict with the scalar `loss` and one of\n"
     "  `sample_losses`: the loss of each sample (B,), with its graph; with `sample_tokens` (B,) too, each is a sum over so many tokens\n"
+    "  `token_losses`: the cross-entropy of each next token (B, T - 1) from which `loss` is made, with its graph, where the batch holds "
+    "`labels`\n"
     "  `logits`: of the loss, with their graph, where the batch holds `labels`\n"
     "or train a Hugging Face model whose output has `logits` (a fused cross-entropy has none)."
 )
@@ -198,7 +201,9 @@ def _weighted(module: pl.LightningModule, given: Mapping[str, Any], losses: Step
     sums_B = given.get("sample_losses")
     if isinstance(sums_B, Tensor) and sums_B.requires_grad:
         return (factor_B * sums_B).sum() / losses.tokens_B.sum().clamp(min=1)
-    logits = given.get("logits") if not outputs else _one_call(module, outputs).logits
+    logits = _token_losses(given)
+    if logits is None:
+        logits = given.get("logits") if not outputs else _one_call(module, outputs).logits
     if logits is None:
         raise PolicyError(
             f"{type(module).__name__} returns `sample_losses` without their graph, so they cannot be weighted.\n{WHAT_TO_RETURN}"
@@ -211,6 +216,11 @@ def _weighted(module: pl.LightningModule, given: Mapping[str, Any], losses: Step
 
 def _losses(module: pl.LightningModule, given: Mapping[str, Any], batch: Any, outputs: list[_Output], tokens: bool) -> StepLosses:
     """Find the losses of the samples in what the step returned, or in what its model answered."""
+    each_BT = _token_losses(given)
+    if each_BT is not None:
+        losses_BT, valid_BT = F.pad(each_BT.detach().float(), (1, 0)), labels_of(batch) != IGNORED  # each at the place of its label
+        valid_BT = F.pad(valid_BT[:, 1:], (1, 0))
+        return StepLosses(losses_BT, valid_BT.float())
     sums_B = given.get("sample_losses")
     outputs[:] = [o for o in outputs if o.logits is not None and o.logits.requires_grad]
     logits = given.get("logits")
@@ -224,6 +234,11 @@ def _losses(module: pl.LightningModule, given: Mapping[str, Any], batch: Any, ou
         labels = given.get("labels", batch["labels"] if isinstance(batch, Mapping) else batch[1])
         return _losses_like(given["loss"], logits, labels)
     raise TypeError(f"The losses of single samples are not known in {type(module).__name__}.training_step.\n{WHAT_TO_RETURN}")
+
+
+def _token_losses(given: Mapping[str, Any]) -> Tensor | None:
+    losses_BT = given.get("token_losses")
+    return losses_BT if isinstance(losses_BT, Tensor) and losses_BT.requires_grad else None
 
 
 def _one_call(module: pl.LightningModule, outputs: list[_Output]) -> _Output:

@@ -5,21 +5,26 @@ Shapes: B rows, T tokens a row, V vocabulary.
 
 from __future__ import annotations
 
-import importlib
 import math
 import time
-from typing import Any, Literal
+from typing import Any
 
 import lightning as L
 import torch
-import torch.nn.functional as F
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from typing_extensions import override
 
 from lightning_megatrain.datamodules.packing import IGNORED
+from lightning_megatrain.hugging_face_models import build_model, import_class, import_peft, load_config
+from lightning_megatrain.model_ops.hugging_face import base_of
+from lightning_megatrain.packing_check import check_packing
+from lightning_megatrain.schedules import Schedule, share_of_peak
+from lightning_megatrain.sliced_loss import run_sliced
+from lightning_megatrain.token_losses import token_losses, tokens_without_padding
 from lightning_megatrain.token_window import TokenWindow
 
 Batch = dict[str, torch.Tensor]
@@ -52,6 +57,10 @@ class CausalLM(L.LightningModule):
         schedule: How the rate goes from its peak at the end of the warmup to `min_lr_ratio` of it at the last step.
         warmup_steps: Optimizer steps over which the rate rises evenly to its peak.
         min_lr_ratio: The last rate as a share of the peak; `"constant"` ignores it.
+        loss_slice: Tokens of a micro-batch for which logits exist at a time. A micro-batch of more runs its output embedding and loss slice
+            by slice, and once more in backward: logits take slice x V instead of B x T x V, for one more forward of the head. The loss
+            and its gradient are the same but for the order of FP32 sums. A model of which the way from hidden states to logits is not
+            known is named in a warning and runs whole. None: always whole.
 
     Raises:
         ValueError: The model's config cannot be found or a setting is out of range.
@@ -68,9 +77,10 @@ class CausalLM(L.LightningModule):
         optimizer_args: dict[str, Any] | None = None,
         learning_rate: float = 3e-4,
         weight_decay: float = 0.1,
-        schedule: Literal["cosine", "linear", "constant"] = "cosine",
+        schedule: Schedule = "cosine",
         warmup_steps: int = 0,
         min_lr_ratio: float = 0.1,
+        loss_slice: int | None = 4096,
     ) -> None:
         super().__init__()
         if schedule not in ("cosine", "linear", "constant"):
@@ -80,11 +90,13 @@ class CausalLM(L.LightningModule):
                 f"One of {learning_rate=}, {weight_decay=}, {warmup_steps=}, {min_lr_ratio=} is out of range: the rate must be above 0, "
                 "decay and warmup at least 0, and the ratio between 0 and 1."
             )
+        if loss_slice is not None and loss_slice < 1:
+            raise ValueError(f"`loss_slice` is {loss_slice}: it must be at least 1 token, or None for the whole micro-batch at once.")
         if lora is not None:
-            _import_peft()
+            import_peft()
         self.save_hyperparameters()
         self.config: PretrainedConfig = load_config(model, revision)
-        self.optimizer_class = _import_class(optimizer)
+        self.optimizer_class = import_class(optimizer)
         self.model: PreTrainedModel | None = None
         """The Hugging Face model (under peft's wrapper with `lora`), once :meth:`configure_model` has run."""
         self.window = TokenWindow()
@@ -93,6 +105,7 @@ class CausalLM(L.LightningModule):
         self._seconds = 0.0  # of the window so far
         self._tokens = [0, 0]  # of the window so far: without padding, with a label
         self._packing_checked = False
+        self._slices_checked = self._slices_refused = False
 
     @override
     def configure_model(self) -> None:
@@ -107,17 +120,8 @@ class CausalLM(L.LightningModule):
         Args:
             pretrained: Load the weights; else they are random.
         """
-        options: dict[str, Any] = {"dtype": torch.float32}
-        if self.hparams["attn_implementation"] is not None:
-            options["attn_implementation"] = self.hparams["attn_implementation"]
-        if pretrained:
-            model = AutoModelForCausalLM.from_pretrained(self.hparams["model"], revision=self.hparams["revision"], **options)
-        else:
-            model = AutoModelForCausalLM.from_config(self.config, **options)
-        if self.hparams["lora"] is not None:
-            peft = _import_peft()
-            model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **self.hparams["lora"]))
-        return model
+        given = self.hparams
+        return build_model(given["model"], self.config, given["revision"], given["attn_implementation"], given["lora"], pretrained)
 
     @override
     def forward(self, batch: Batch) -> torch.Tensor:
@@ -126,14 +130,13 @@ class CausalLM(L.LightningModule):
 
     def token_losses(self, batch: Batch) -> torch.Tensor:
         """Loss of each label token, (B, T - 1) FP32, zero where the label is `-100`."""
-        return _token_losses(self(batch), batch["labels"])
+        return self._run_to_losses(batch)[1]
 
     @override
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, torch.Tensor]:
-        """The loss of a micro-batch, and the loss sum and label tokens of each row (B,)."""
+        """The loss of a micro-batch, the loss sum and label tokens of each row (B,), and each token's loss, with its graph."""
         self._check_packing(batch)
-        outputs = self._run(batch)
-        losses = _token_losses(outputs.logits, batch["labels"])
+        outputs, losses = self._run_to_losses(batch)
         counts = (batch["labels"][:, 1:] != IGNORED).sum(1)
         loss_sum = losses.sum()
         if getattr(outputs, "aux_loss", None) is not None and self.config.output_router_logits:
@@ -146,7 +149,12 @@ class CausalLM(L.LightningModule):
             self._refuse_loss(totals[0], batch_idx)
         self.window.add(*totals)
         self._log_window(batch, counts)
-        return {"loss": loss_sum / self.window.divisor, "sample_losses": losses.detach().sum(1), "sample_tokens": counts}
+        return {
+            "loss": loss_sum / self.window.divisor,
+            "sample_losses": losses.detach().sum(1),
+            "sample_tokens": counts,
+            "token_losses": losses,
+        }
 
     @override
     def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
@@ -255,6 +263,25 @@ class CausalLM(L.LightningModule):
         # With a cache transformers takes the row for one document and lets packed ones see each other.
         return self.model(**inputs, use_cache=False)
 
+    def _run_to_losses(self, batch: Batch) -> tuple[Any, torch.Tensor]:
+        """The model's output, without logits where they are made in slices, and each token's loss (B, T - 1)."""
+        labels, tokens = batch["labels"], self.hparams["loss_slice"]
+        assert self.model is not None
+        if tokens is not None and labels.numel() > tokens and not self._slices_refused:
+            strategy = getattr(self._trainer, "strategy", None)
+            try:
+                result = run_sliced(self.model, lambda: self._run(batch), labels, tokens, strategy, check=not self._slices_checked)
+                self._slices_checked = True
+                return result
+            except NotImplementedError as reason:
+                self._slices_refused = True
+                rank_zero_warn(
+                    f"{type(base_of(self.model)).__name__} makes logits of all {labels.numel()} tokens at once, in spite of "
+                    f"loss_slice={tokens}: {reason}. loss_slice=None says that this is meant; smaller micro-batches need less memory."
+                )
+        outputs = self._run(batch)
+        return outputs, token_losses(outputs.logits, labels)
+
     def _mean_over_processes(self, totals: torch.Tensor) -> list[float]:
         if self.trainer.world_size > 1:
             totals = self.trainer.strategy.reduce(totals, reduce_op="mean")
@@ -273,7 +300,7 @@ class CausalLM(L.LightningModule):
         )
 
     def _log_window(self, batch: Batch, counts: torch.Tensor) -> None:
-        self._tokens[0] += _tokens_without_padding(batch)
+        self._tokens[0] += tokens_without_padding(batch)
         self._tokens[1] += int(counts.sum())
         if not self._window_ends():
             return
@@ -307,97 +334,20 @@ class CausalLM(L.LightningModule):
         self.log(f"{stage}_perplexity{suffix}", _perplexity(loss), prog_bar=bool(suffix) == (1 < len(self._evaluated) <= 4))
 
     def _rate(self, step: int) -> float:
-        """Learning rate of a step, counted from 0, as a share of the peak."""
-        warmup, least = self.hparams["warmup_steps"], self.hparams["min_lr_ratio"]
-        if step < warmup:
-            return (step + 1) / warmup
-        if self.hparams["schedule"] == "constant" or step == warmup:
-            return 1.0
-        # Asked for only while training: before, it would build the loaders early, and Lightning would lose their resumed position.
-        done = min(1.0, (step - warmup) / max(1.0, self.trainer.estimated_stepping_batches - 1 - warmup))
-        share = 1 - done if self.hparams["schedule"] == "linear" else (1 + math.cos(math.pi * done)) / 2
-        return least + (1 - least) * share
+        # The number of steps is asked for only while training: before, it would build the loaders early, and Lightning would lose their
+        # resumed position.
+        given = self.hparams
+        return share_of_peak(
+            given["schedule"], step, lambda: self.trainer.estimated_stepping_batches, given["warmup_steps"], given["min_lr_ratio"]
+        )
 
-    @torch.no_grad()
     def _check_packing(self, batch: Batch) -> None:
-        """Once, before the first batch of packed documents: see that this model keeps them apart.
-
-        Two tiny documents change places in a row. Where documents do not see each other their logits stay the same but for
-        rounding. The median over tokens decides, as rounding may send single tokens to another expert.
-        """
+        """Once, before the first batch of packed documents: see that this model keeps them apart."""
         if self._packing_checked or "attention_mask" in batch or "position_ids" not in batch:
             return
         self._packing_checked = True
         assert self.model is not None
-        positions = torch.tensor([[0, 1, 0, 1, 2], [0, 1, 2, 0, 1]])
-        ids = torch.tensor([[0, 1, 2, 3, 4], [2, 3, 4, 0, 1]]) * 7 % self.config.get_text_config().vocab_size
-        training = self.model.training
-        self.model.eval()
-        try:
-            logits = self._run({"input_ids": ids.to(self.device), "position_ids": positions.to(self.device)}).logits.float()
-        finally:
-            self.model.train(training)
-        swapped = torch.cat([logits[1, 3:], logits[1, :3]])
-        change = ((logits[0] - swapped).abs().amax(-1) / logits[0].abs().amax(-1)).median().item()
-        rounding = 1e-3 if self.trainer.precision == "32-true" else 2e-2  # of FP32, of BF16 with its 8 bits over some layers
-        if not change <= rounding:
-            raise MisconfigurationException(
-                f"{type(self.model).__name__} ({self.config.model_type}) does not keep packed documents apart: its logits change "
-                f"by {change:.1%} with a document's neighbour. Set packing='padded' in the datamodule."
-            )
-
-
-def load_config(model: str | dict[str, Any], revision: str | None = None) -> PretrainedConfig:
-    """Find a model's config without its weights.
-
-    Args:
-        model: A hub id, a local folder, or `model_type` and the fields of its config.
-        revision: The version of a hub model.
-
-    Raises:
-        ValueError: There is no such model or type, or a field that its config does not know.
-    """
-    if isinstance(model, str):
-        try:
-            return AutoConfig.from_pretrained(model, revision=revision)
-        except (OSError, ValueError) as error:
-            raise ValueError(
-                f"No model config could be loaded from {model!r}: give a hub id or a folder with a config.json. ({error})"
-            ) from error
-    fields = dict(model)
-    kind = fields.pop("model_type", None)
-    if kind not in CONFIG_MAPPING:
-        raise ValueError(
-            f"`model` has model_type={kind!r}, which transformers does not know: give one such as 'llama', with the fields of its config."
-        )
-    known = CONFIG_MAPPING[kind]()
-    unknown = [field for field in fields if not hasattr(known, field)]
-    if unknown:
-        raise ValueError(f"`model` has the unknown key {unknown[0]!r}: {type(known).__name__} has no such field.")
-    config = AutoConfig.for_model(kind, **fields)
-    # Default special tokens of the type may lie outside a small vocabulary.
-    for token in ("pad_token_id", "bos_token_id", "eos_token_id"):
-        value = getattr(config, token, None)
-        if token not in fields and isinstance(value, int) and value >= config.get_text_config().vocab_size:
-            setattr(config, token, None)
-    return config
-
-
-def _token_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Cross-entropy of each next token, (B, T - 1), in FP32 as transformers computes it."""
-    losses = F.cross_entropy(logits[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED, reduction="none")
-    return losses.view(labels.shape[0], -1)
-
-
-def _tokens_without_padding(batch: Batch) -> int:
-    if "attention_mask" in batch:
-        return int(batch["attention_mask"].sum())
-    tokens = batch["input_ids"].numel()
-    if "position_ids" not in batch:
-        return tokens
-    # A packed row's padding is its tail of position 0 and no label (and a last document of one token, which trains nothing either).
-    padding = ((batch["labels"] == IGNORED) & (batch["position_ids"] == 0)).long()
-    return tokens - int(padding.flip(1).cumprod(1).sum())
+        check_packing(self.model, self._run, self.device, rounding=1e-3 if self.trainer.precision == "32-true" else 2e-2)
 
 
 def _perplexity(loss: float) -> float:
@@ -405,22 +355,3 @@ def _perplexity(loss: float) -> float:
         return math.exp(loss)
     except OverflowError:
         return math.inf
-
-
-def _import_class(path: str) -> Any:
-    module, _, name = path.rpartition(".")
-    try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(
-            f"`optimizer` is {path!r}, which cannot be imported: give a dotted path such as 'torch.optim.AdamW'. ({error})"
-        ) from error
-
-
-def _import_peft() -> Any:
-    try:
-        return importlib.import_module("peft")
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "`lora` needs peft: pip install 'lightning-megatrain[lora]', or leave `lora` out to train all weights."
-        ) from error

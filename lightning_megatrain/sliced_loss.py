@@ -1,0 +1,200 @@
+"""The loss of each token with the output embedding run over slices of tokens, so that logits never exist whole.
+
+Shapes: B rows, T tokens a row, N = B x T tokens, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from lightning_megatrain.datamodules.packing import IGNORED
+from lightning_megatrain.model_ops.hugging_face import base_of
+
+_SEEN = 2  # tokens of a row that the model's own head gets to see while its hidden states are kept
+
+
+def run_sliced(
+    model: PreTrainedModel, run: Callable[[], Any], labels: Tensor, tokens: int, strategy: Strategy | None, check: bool
+) -> tuple[Any, Tensor]:
+    """Run a model whose logits shall not exist whole, and compute the losses from its last hidden states.
+
+    Args:
+        model: A Hugging Face causal LM, or peft's wrapper around one.
+        run: Calls it.
+        labels: (B, T) int64.
+        tokens: Tokens in a slice.
+        strategy: The Trainer's.
+        check: Compare, for two tokens a row, the logits computed here with those of the model itself. Waits for the device.
+
+    Returns:
+        The model's output, without logits, and the losses of :func:`sliced_losses`.
+
+    Raises:
+        NotImplementedError: The way from hidden states to logits is not known, or the strategy shards the head's weight. The message is
+            the reason.
+    """
+    if strategy is not None and not isinstance(strategy, SingleDeviceStrategy | DDPStrategy):
+        raise NotImplementedError(
+            f"under {type(strategy).__name__} the weight of the output embedding cannot be used outside of its module"
+        )
+    head, given = Head.of(model), list[Tensor]()
+    with head.apart(given, loud=64.0 if check else 1.0):  # loud, so that a soft cap on logits shows
+        outputs = run()
+    if check:
+        if len(given) != 2 or given[0].shape[:-1] != labels.shape:
+            raise NotImplementedError("it does not call its output embedding once on all hidden states")
+        with torch.no_grad():
+            own = head.logits(given[1], *head.weights)
+        if own.shape != outputs.logits.shape or not torch.equal(own.float(), outputs.logits.float()):
+            raise NotImplementedError("it does more between hidden states and logits than its config and attributes tell")
+    outputs.logits = None
+    return outputs, sliced_losses(head, given[0], labels, tokens)
+
+
+def sliced_losses(head: Head, hidden: Tensor, labels: Tensor, tokens: int) -> Tensor:
+    """Return the cross-entropy of each next token, (B, T - 1) FP32, zero where the label is `-100`.
+
+    The head runs once more in backward, slice by slice. Gradients of its weights are summed over slices in FP32.
+
+    Args:
+        head: The model's.
+        hidden: (B, T, H), what the head was to be given.
+        labels: (B, T) int64.
+        tokens: Tokens in a slice; the largest tensors are slice x V.
+    """
+    following = F.pad(labels[:, 1:], (0, 1), value=IGNORED)  # not fewer hidden states, which would be a copy of them
+    losses: Tensor = _SlicedLosses.apply(head, tokens, hidden.flatten(0, 1), following.flatten(), *head.weights)
+    return losses.view_as(labels)[:, :-1]
+
+
+@dataclass(frozen=True)
+class Head:
+    """What a model makes of its last hidden states: `logits = cap(scale * (hidden @ weight.T + bias))`."""
+
+    linear: nn.Linear
+    scale: float | None = None
+    """Cohere's `logit_scale`."""
+    divisor: float | None = None
+    """Granite's `logits_scaling`."""
+    cap: float | None = None
+    """Gemma's `final_logit_softcapping`: logits stay within ± this."""
+
+    def logits(self, hidden: Tensor, *weights: Tensor) -> Tensor:
+        """Return logits (..., V) of hidden states (..., H), a weight and perhaps a bias, by the models' own operations in their order."""
+        logits = F.linear(hidden, *weights)
+        if self.scale is not None:
+            logits = logits * self.scale
+        if self.divisor is not None:
+            logits = logits / self.divisor
+        if self.cap is not None:
+            logits = torch.tanh(logits / self.cap) * self.cap
+        return logits
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> Head:
+        """Read a model's head from its attributes and config.
+
+        Raises:
+            NotImplementedError: Its output embedding is no plain linear layer.
+        """
+        base = base_of(model)
+        linear, config = base.get_output_embeddings(), base.config.get_text_config()
+        if type(linear) is not nn.Linear:
+            raise NotImplementedError(f"its output embedding is a {type(linear).__name__} and no nn.Linear")
+
+        def number(owner: Any, name: str) -> float | None:
+            value = getattr(owner, name, None)
+            return value if isinstance(value, int | float) else None
+
+        return cls(linear, number(base, "logit_scale"), number(config, "logits_scaling"), number(config, "final_logit_softcapping"))
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """The weight (V, H), and the bias (V,) where there is one, as they lie in the module now."""
+        return [self.linear.weight] if self.linear.bias is None else [self.linear.weight, self.linear.bias]
+
+    @contextmanager
+    def apart(self, given: list[Tensor], loud: float = 1.0) -> Iterator[None]:
+        """Keep from the model's own head all but the first tokens of each row.
+
+        Args:
+            given: Gets the hidden states (B, T, H) that the model gave its head, and what the head saw of them.
+            loud: Factor on what the head sees.
+        """
+
+        def keep(_: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor]:
+            (hidden,) = args
+            seen = hidden[:, :_SEEN].detach() * loud
+            given.extend((hidden, seen))
+            return (seen,)
+
+        hook = self.linear.register_forward_pre_hook(keep)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+
+class _SlicedLosses(torch.autograd.Function):
+    """Losses (N,) of hidden states (N, H); keeps the hidden states alone and computes logits again in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, head: Head, tokens: int, hidden: Tensor, labels: Tensor, *weights: Tensor) -> Tensor:
+        kind = hidden.device.type
+        ctx.head, ctx.tokens = head, tokens
+        ctx.autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+        ctx.save_for_backward(hidden, labels, *weights)
+        cast = _as_autocast_would(weights, *ctx.autocast)
+        losses = hidden.new_empty(len(hidden), dtype=torch.float32)
+        for part in _slices(len(hidden), tokens):
+            losses[part] = _cross_entropy(head.logits(hidden[part], *cast), labels[part])
+        return losses
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "Double backward (create_graph=True) went through a loss that was computed over slices of tokens, and its gradient cannot "
+                "be differentiated again. Set loss_slice=None in CausalLM."
+            )
+        hidden, labels, *weights = ctx.saved_tensors
+        kind, dtype, enabled = ctx.autocast
+        _, _, hidden_wanted, _, *weights_wanted = ctx.needs_input_grad
+        # cast once, not once a slice
+        leaves = [t.detach().requires_grad_(w) for t, w in zip(_as_autocast_would(weights, *ctx.autocast), weights_wanted, strict=True)]
+        sums = [torch.zeros_like(leaf, dtype=torch.float32) for leaf in leaves if leaf.requires_grad]
+        of_hidden = torch.empty_like(hidden) if hidden_wanted else None
+        for part in _slices(len(hidden), ctx.tokens):
+            own = hidden[part].detach().requires_grad_(hidden_wanted)
+            with torch.enable_grad(), torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False):
+                losses = _cross_entropy(ctx.head.logits(own, *leaves), labels[part])
+            wanted = [leaf for leaf in (*leaves, own) if leaf.requires_grad]
+            found = torch.autograd.grad(losses, wanted, gradient[part])
+            del losses
+            for total, each in zip(sums, found, strict=False):
+                total += each
+            if of_hidden is not None:
+                of_hidden[part] = found[-1]
+        arrived = iter(sums)
+        return None, None, of_hidden, None, *[next(arrived) if wanted else None for wanted in weights_wanted]
+
+
+def _slices(length: int, tokens: int) -> list[slice]:
+    return [slice(start, start + tokens) for start in range(0, length, tokens)]
+
+
+def _as_autocast_would(weights: Sequence[Tensor], kind: str, dtype: torch.dtype, enabled: bool) -> list[Tensor]:
+    return [weight.to(dtype) if enabled else weight for weight in weights]
+
+
+def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.float(), labels, ignore_index=IGNORED, reduction="none")
