@@ -25,6 +25,7 @@ from lightning_megatrain.packing_check import check_packing
 from lightning_megatrain.schedules import Schedule, share_of_peak
 from lightning_megatrain.sliced_loss import run_sliced
 from lightning_megatrain.token_losses import token_losses, tokens_without_padding
+from lightning_megatrain.token_slices import slice_tokens
 from lightning_megatrain.token_window import TokenWindow
 
 Batch = dict[str, torch.Tensor]
@@ -61,6 +62,9 @@ class CausalLM(L.LightningModule):
             by slice, and once more in backward: logits take slice x V instead of B x T x V, for one more forward of the head. The loss
             and its gradient are the same but for the order of FP32 sums. A model of which the way from hidden states to logits is not
             known is named in a warning and runs whole. None: always whole.
+        token_slice: Tokens of a micro-batch that MLPs and norms work on at a time, for long contexts. They keep their input alone and run
+            once more in backward: under `strategy="megatrain"` a third time. Results are the same but for the order of FP32 sums.
+            None: all tokens at once. See docs/long_context.md.
 
     Raises:
         ValueError: The model's config cannot be found or a setting is out of range.
@@ -81,6 +85,7 @@ class CausalLM(L.LightningModule):
         warmup_steps: int = 0,
         min_lr_ratio: float = 0.1,
         loss_slice: int | None = 4096,
+        token_slice: int | None = None,
     ) -> None:
         super().__init__()
         if schedule not in ("cosine", "linear", "constant"):
@@ -90,8 +95,9 @@ class CausalLM(L.LightningModule):
                 f"One of {learning_rate=}, {weight_decay=}, {warmup_steps=}, {min_lr_ratio=} is out of range: the rate must be above 0, "
                 "decay and warmup at least 0, and the ratio between 0 and 1."
             )
-        if loss_slice is not None and loss_slice < 1:
-            raise ValueError(f"`loss_slice` is {loss_slice}: it must be at least 1 token, or None for the whole micro-batch at once.")
+        for name, tokens in (("loss_slice", loss_slice), ("token_slice", token_slice)):
+            if tokens is not None and tokens < 1:
+                raise ValueError(f"`{name}` is {tokens}: it must be at least 1 token, or None for the whole micro-batch at once.")
         if lora is not None:
             import_peft()
         self.save_hyperparameters()
@@ -121,7 +127,10 @@ class CausalLM(L.LightningModule):
             pretrained: Load the weights; else they are random.
         """
         given = self.hparams
-        return build_model(given["model"], self.config, given["revision"], given["attn_implementation"], given["lora"], pretrained)
+        model = build_model(given["model"], self.config, given["revision"], given["attn_implementation"], given["lora"], pretrained)
+        if given["token_slice"] is not None:
+            slice_tokens(model, given["token_slice"])
+        return model
 
     @override
     def forward(self, batch: Batch) -> torch.Tensor:

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from lightning_megatrain.datamodules.packing import IGNORED
 from lightning_megatrain.model_ops.hugging_face import base_of
+from lightning_megatrain.slices import over_slices
 
 _SEEN = 2  # tokens of a row that the model's own head gets to see while its hidden states are kept
 
@@ -71,9 +72,15 @@ def sliced_losses(head: Head, hidden: Tensor, labels: Tensor, tokens: int) -> Te
         labels: (B, T) int64.
         tokens: Tokens in a slice; the largest tensors are slice x V.
     """
-    following = F.pad(labels[:, 1:], (0, 1), value=IGNORED)  # not fewer hidden states, which would be a copy of them
-    losses: Tensor = _SlicedLosses.apply(head, tokens, hidden.flatten(0, 1), following.flatten(), *head.weights)
-    return losses.view_as(labels)[:, :-1]
+    following = F.pad(labels[:, 1:], (0, 1), value=IGNORED).flatten()  # not fewer hidden states, which would be a copy of them
+
+    def losses(part_of_hidden: Tensor, part: slice, weights: Sequence[Tensor]) -> Tensor:
+        logits = head.logits(part_of_hidden, *weights).float()
+        return F.cross_entropy(logits, following[part], ignore_index=IGNORED, reduction="none")
+
+    weights = head.weights
+    result = over_slices(losses, tokens, hidden.flatten(0, 1), weights, [True] * len(weights), "loss_slice")
+    return result.view_as(labels)[:, :-1]
 
 
 @dataclass(frozen=True)
@@ -142,59 +149,3 @@ class Head:
             yield
         finally:
             hook.remove()
-
-
-class _SlicedLosses(torch.autograd.Function):
-    """Losses (N,) of hidden states (N, H); keeps the hidden states alone and computes logits again in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, head: Head, tokens: int, hidden: Tensor, labels: Tensor, *weights: Tensor) -> Tensor:
-        kind = hidden.device.type
-        ctx.head, ctx.tokens = head, tokens
-        ctx.autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
-        ctx.save_for_backward(hidden, labels, *weights)
-        cast = _as_autocast_would(weights, *ctx.autocast)
-        losses = hidden.new_empty(len(hidden), dtype=torch.float32)
-        for part in _slices(len(hidden), tokens):
-            losses[part] = _cross_entropy(head.logits(hidden[part], *cast), labels[part])
-        return losses
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "Double backward (create_graph=True) went through a loss that was computed over slices of tokens, and its gradient cannot "
-                "be differentiated again. Set loss_slice=None in CausalLM."
-            )
-        hidden, labels, *weights = ctx.saved_tensors
-        kind, dtype, enabled = ctx.autocast
-        _, _, hidden_wanted, _, *weights_wanted = ctx.needs_input_grad
-        # cast once, not once a slice
-        leaves = [t.detach().requires_grad_(w) for t, w in zip(_as_autocast_would(weights, *ctx.autocast), weights_wanted, strict=True)]
-        sums = [torch.zeros_like(leaf, dtype=torch.float32) for leaf in leaves if leaf.requires_grad]
-        of_hidden = torch.empty_like(hidden) if hidden_wanted else None
-        for part in _slices(len(hidden), ctx.tokens):
-            own = hidden[part].detach().requires_grad_(hidden_wanted)
-            with torch.enable_grad(), torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False):
-                losses = _cross_entropy(ctx.head.logits(own, *leaves), labels[part])
-            wanted = [leaf for leaf in (*leaves, own) if leaf.requires_grad]
-            found = torch.autograd.grad(losses, wanted, gradient[part])
-            del losses
-            for total, each in zip(sums, found, strict=False):
-                total += each
-            if of_hidden is not None:
-                of_hidden[part] = found[-1]
-        arrived = iter(sums)
-        return None, None, of_hidden, None, *[next(arrived) if wanted else None for wanted in weights_wanted]
-
-
-def _slices(length: int, tokens: int) -> list[slice]:
-    return [slice(start, start + tokens) for start in range(0, length, tokens)]
-
-
-def _as_autocast_would(weights: Sequence[Tensor], kind: str, dtype: torch.dtype, enabled: bool) -> list[Tensor]:
-    return [weight.to(dtype) if enabled else weight for weight in weights]
-
-
-def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(logits.float(), labels, ignore_index=IGNORED, reduction="none")

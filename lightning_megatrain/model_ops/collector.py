@@ -159,8 +159,13 @@ def layers_of(module: nn.Module, selected: dict[str, nn.Parameter]) -> dict[nn.M
     """Returns each layer that uses selected parameters, with its names.
 
     Raises:
-        NotImplementedError: for a parameter that lies loose around streamed layers.
+        NotImplementedError: for a parameter that lies loose around streamed layers, or modules that run over slices of tokens.
     """
+    if any(hasattr(layer, "token_slice") for layer in module.modules()):
+        raise NotImplementedError(
+            "MLPs and norms run over slices of tokens (`token_slice`), where the gradients of single samples are not seen. Set "
+            "token_slice=None for this operation."
+        )
     names = {id(p): name for name, p in selected.items()}
     layers: dict[nn.Module, LayerNames] = {}
     inside: set[nn.Module] = set()  # of a layer that reads its children's parameters
