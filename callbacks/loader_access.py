@@ -1,4 +1,4 @@
-"""Gives policies the training loader: a DynamicLoader as it is, a plain DataLoader wrapped. All of Lightning's private names are here."""
+"""Gives policies the training loader: a DynamicLoader as it is, a plain DataLoader wrapped. Here are Lightning's private names."""
 
 from __future__ import annotations
 
@@ -117,18 +117,6 @@ def training_loader(trainer: pl.Trainer) -> DynamicLoader:
             "`Trainer(callbacks=...)`, not during training."
         )
     return loader
-
-
-def restore_place(trainer: pl.Trainer) -> None:
-    """Load the loader's place from the checkpoint where Lightning has not.
-
-    When ``trainer.estimated_stepping_batches`` is read in ``configure_optimizers``, Lightning builds the loader before it reads the
-    checkpoint and then forgets the loader's state (its issue 20550); of a checkpoint from the end of an epoch it never loads it.
-    """
-    loop = trainer.fit_loop
-    if loop._combined_loader_states_to_load and loop._combined_loader is not None:
-        loop._combined_loader._load_state_dicts(loop._combined_loader_states_to_load)
-        loop._combined_loader_states_to_load = []
 
 
 def step_ends(trainer: pl.Trainer) -> bool:

@@ -14,11 +14,12 @@ from typing_extensions import override
 
 from lightning_megatrain.callbacks.decision_log import DecisionLog
 from lightning_megatrain.callbacks.figure import draw_history
-from lightning_megatrain.callbacks.loader_access import attach, detach, restore_place, training_loader
+from lightning_megatrain.callbacks.loader_access import attach, detach, training_loader
 from lightning_megatrain.callbacks.schedule import Schedule
 from lightning_megatrain.callbacks.target import warn_if_validated_on
 from lightning_megatrain.datamodules.dynamic_loader import DynamicLoader
 from lightning_megatrain.datamodules.sample_domains import DomainOf
+from lightning_megatrain.loader_place import restore_place
 
 T = TypeVar("T")
 

@@ -17,6 +17,7 @@ from lightning_megatrain.datamodules.planner import Delivered, Planner, Shape
 from lightning_megatrain.datamodules.sample_domains import THREE_FORMS, DomainOf, find_domains
 from lightning_megatrain.datamodules.sampler_order import SamplerOrder
 from lightning_megatrain.datamodules.sources import Sources, sample_count
+from lightning_megatrain.datamodules.streams import count_parts
 
 
 class DynamicLoader:
@@ -32,7 +33,9 @@ class DynamicLoader:
 
     Args:
         dataset: A map-style dataset, or one dataset per domain: ``{"wiki": ..., "code": ...}``, where each is map-style or iterable
-            (streamed). A lone iterable dataset is one stream. Every worker and rank reads a stream whole and keeps its own samples.
+            (streamed). A lone iterable dataset is one stream. Of a stream with ``num_shards`` and ``shard`` (Hugging Face's) that has a
+            multiple of ranks x workers as shards, each worker reads its own; its order then depends on their numbers. Any other stream
+            is read whole by every worker and rank, each of which keeps its own samples.
         batch_size: Samples per batch and rank.
         domain: Where a map-style dataset has its domains: a column, or a function of the sample.
         proportions: Share of each domain from the start. Default: none, all samples are alike (streams: equal shares).
@@ -195,6 +198,16 @@ class DynamicLoader:
         return self._feed
 
     @property
+    def _iterator(self) -> Any:
+        """Where Lightning looks for workers, to end them when a fit ends. Left to the garbage collector they may take seconds each."""
+        return self._inner._iterator
+
+    @_iterator.setter
+    def _iterator(self, iterator: Any) -> None:
+        self._inner._iterator = iterator
+        self._unused, self._stale = None, True
+
+    @property
     def collate_fn(self) -> Callable[[list[Any]], Any]:
         """The function that makes a batch of samples."""
         return self._inner.collate_fn
@@ -212,7 +225,11 @@ class DynamicLoader:
             TypeError: a source is a stream.
         """
         if self._streamed:
-            raise TypeError("The samples of a stream cannot be chosen by index: selection needs map-style datasets.")
+            streams = [name or "the dataset" for name, size in self._sizes.items() if size is None]
+            raise TypeError(
+                f"The samples of a stream ({', '.join(streams)}) cannot be chosen by index. To select samples make it map-style "
+                "(`datasets.load_dataset` without `streaming=True`); a mixture and a reweighting work on streams as they are."
+            )
         return self._source
 
     @property
@@ -296,7 +313,9 @@ class DynamicLoader:
             one_pass = self._steps_per_epoch is None
             shape = Shape(self.batch_size, self.rank, self.world_size, len(self), self.num_samples, one_pass, self.drop_last)
             window = -(-self._window // shape.global_batch) * shape.global_batch
-            plan = Plan(sizes, names, ids, seed=self.seed, window=window, shuffle=self._shuffle)
+            readers = self.world_size * max(self._inner.num_workers, 1)
+            parts = [count_parts(source, readers) for source in self._sources.values()] if self._streamed else None
+            plan = Plan(sizes, names, ids, seed=self.seed, window=window, shuffle=self._shuffle, ranks=self.world_size, parts=parts)
             plan.set_proportions(self._first_proportions or self._equal_shares(), 0)
             self._planner_in_use = Planner(plan, shape, self._own_order, self.has_domains, keyed_by_domain=self._streamed)
         return self._planner_in_use
@@ -393,7 +412,6 @@ class _Epoch(Iterator[Any]):
 
     def __next__(self) -> Any:
         if self._loader._stale:
-            self._loader._planner.rewind()
             self._batches = self._begin()
         batch = next(self._batches)
         self._loader._unused = None
@@ -405,6 +423,7 @@ class _Epoch(Iterator[Any]):
         if loader._unused is not None and not loader._stale:
             return loader._unused  # Lightning calls `iter` once more, to see that it can
         loader._stale = False
+        loader._planner.rewind()
         if isinstance(loader._source, Sources):
             inner = loader._inner
             loader._source.keep = (inner.num_workers * (inner.prefetch_factor or 0) + 1) * loader.batch_size * loader.world_size

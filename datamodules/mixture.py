@@ -83,8 +83,6 @@ class MixtureDataModule(L.LightningDataModule):
         self._folders: dict[str, Path] = {}
         self.rows: dict[str, dict[str, PackedBlocks | PaddedDocuments]] = {}
         """Rows by split (train, val, test), then by domain; filled by :meth:`setup`."""
-        self._loader_of_run: DynamicLoader | None = None
-        self._place: dict[str, Any] | None = None  # of the training loader, from a checkpoint
         # Only what finds the tokenizer again: an exported model needs it, and the rest is in the run's config.yaml.
         self.save_hyperparameters("tokenizer", "block_size")
 
@@ -156,7 +154,7 @@ class MixtureDataModule(L.LightningDataModule):
         Where no domain has a proportion an epoch is each row once.
         """
         given = any(domain.proportion is not None for domain in self.domains.values())
-        self._loader_of_run = DynamicLoader(
+        return DynamicLoader(
             self.rows["train"],
             self.batch_size,
             proportions=dict(zip(self.domains, self.proportions(), strict=True)) if given else None,
@@ -164,20 +162,6 @@ class MixtureDataModule(L.LightningDataModule):
             num_workers=self.num_workers,
             collate_fn=partial(pad_batch, pad_id=self.pad_id),
         )
-        if self._place is not None:
-            self._loader_of_run.load_state_dict(self._place)
-            self._place = None
-        return self._loader_of_run
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        # Lightning keeps the loader's place too, but forgets it where a scheduler asked for the number of steps (its issue 20550).
-        return {"train_loader": self._loader_of_run.state_dict()} if self._loader_of_run is not None else {}
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if self.trainer is not None and self.trainer.training:
-            self._place = state_dict.get("train_loader")
 
     @override
     def val_dataloader(self) -> list[DataLoader[Any]]:

@@ -29,6 +29,8 @@ class Plan:
         seed: Seeds all permutations.
         window: Samples over which proportions are exact.
         shuffle: ``False`` serves samples in their own order.
+        ranks: Processes that share what is taken, each a part of like size.
+        parts: How many parts each domain is read in, if it is a stream.
     """
 
     def __init__(
@@ -40,12 +42,16 @@ class Plan:
         seed: int,
         window: int,
         shuffle: bool,
+        ranks: int = 1,
+        parts: Sequence[int] | None = None,
     ) -> None:
         self.names = list(names)
         self.total = None if any(s is None for s in sizes) else sum(s or 0 for s in sizes)
         self._sizes, self._ids = list(sizes), ids
         self._offsets = np.cumsum([0] + [s or 0 for s in sizes])
         self._seed, self._window, self._shuffle = seed, window, shuffle
+        self._ranks, self._parts = ranks, list(parts or [1] * len(sizes))
+        self._turn = 0  # batches of single ranks that were taken
         self.pool: NDArray[np.int64] | None = None
         self.ordered = False
         self.proportions: dict[str, float] | None = None
@@ -72,6 +78,10 @@ class Plan:
             return self._ids[indices].astype(np.int64)
         return np.searchsorted(self._offsets, indices, side="right").astype(np.int64) - 1
 
+    def parts(self) -> list[int]:
+        """Return how many parts each domain is read in, 1 if it is no stream."""
+        return [self._domain(d).parts if size is None else 1 for d, size in enumerate(self._sizes)]  # type: ignore[union-attr]
+
     def start_pass(self, number: int) -> None:
         """Begin permutation ``number`` of everything."""
         if self._everything is not None:
@@ -93,11 +103,11 @@ class Plan:
     def take(self, n: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the next ``n`` samples: (n,) indices (a stream's are its ordinals) and (n,) domains."""
         if self._mixture is not None:
-            domains = self._mixture.take(n)
+            domains, turns = self._mixture.take(n), self._turns(n)
             indices = np.empty(n, dtype=np.int64)
             for d in np.unique(domains):
-                chosen = domains == d
-                indices[chosen] = self._domain(int(d)).take(int(chosen.sum()))
+                chosen, source = domains == d, self._domain(int(d))
+                indices[chosen] = source.take(turns[chosen]) if isinstance(source, Ordinals) else source.take(int(chosen.sum()))
             return indices, domains
         draws = self._everything if self._from_pool is None else self._from_pool
         assert draws is not None  # a plan with streams always has proportions
@@ -111,10 +121,12 @@ class Plan:
             "pool": self._from_pool.position() if self._from_pool else None,
             "domains": {d: draws.position() for d, draws in self._domains.items()},
             "mixture": self._mixture.position() if self._mixture else None,
+            "turn": self._turn,
         }
 
     def seek(self, position: dict[str, Any]) -> None:
         """Go to a place that :meth:`position` returned under the same decisions."""
+        self._turn = position["turn"]
         for draws, place in ((self._everything, position["everything"]), (self._from_pool, position["pool"])):
             if draws is not None and place is not None:
                 draws.seek(place)
@@ -164,11 +176,23 @@ class Plan:
                 shares = shares / shares.sum() if shares.sum() else np.where(absent, 0.0, 1.0) / (~absent).sum()
         self._mixture = Mixture(self.names, shares, self._window, [self._seed, _MIXTURE, self._mixture_number])
 
+    def _turns(self, n: int) -> NDArray[np.int64]:
+        """Return the number of the batch that each of ``n`` samples goes to, (n,), counting each rank's batch for itself.
+
+        A rank's batches go to its workers in turn. So those of one worker leave the same remainder by ranks x workers, and by any
+        divisor of it, which is the part that the worker reads. When the workers begin anew (with an epoch, or after a decision) out of
+        turn, they take over each other's parts, and skip what was served of them.
+        """
+        ends = np.arange(self._ranks + 1) * n // self._ranks
+        turns = self._turn + np.repeat(np.arange(self._ranks), np.diff(ends))
+        self._turn += self._ranks
+        return turns
+
     def _domain(self, d: int) -> Draws | Ordinals:
         if d not in self._domains:
             seed = [self._seed, _DOMAIN, name_seed(self.names[d]), self.version]
             if self._sizes[d] is None:
-                self._domains[d] = Ordinals()
+                self._domains[d] = Ordinals(self._parts[d])
             else:
                 self._domains[d] = Draws(self._members(d), seed, shuffle=self._shuffle and not self.ordered)
         return self._domains[d]

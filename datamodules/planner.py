@@ -81,7 +81,7 @@ class Planner:
         shape: How an epoch is cut.
         own_order: The order of a wrapped DataLoader, which holds while nothing is decided.
         has_domains: Whether batches have domains.
-        keyed_by_domain: Whether the dataset is asked for (domain, place) instead of an index.
+        keyed_by_domain: Whether the dataset is asked for (domain, place, parts) instead of an index.
     """
 
     def __init__(self, plan: Plan, shape: Shape, own_order: SamplerOrder | None, has_domains: bool, keyed_by_domain: bool) -> None:
@@ -116,7 +116,10 @@ class Planner:
             domain = self.plan.domain_of(index)
         else:
             index, domain = self._share(*self.plan.take(self._next_size()))
-            keys = [(int(d), int(i)) for d, i in zip(domain, index, strict=True)] if self._keyed_by_domain else index.tolist()
+            keys = index.tolist()
+            if self._keyed_by_domain:
+                parts = self.plan.parts()
+                keys = [(d, i, parts[d]) for d, i in zip(domain.tolist(), keys, strict=True)]
         self._planned += 1
         planned = Planned(keys, index, domain if self._has_domains else None, self._here())
         self._ahead.append(planned)
@@ -151,6 +154,7 @@ class Planner:
         return {
             "epoch": self.epoch,
             "delivered": self.delivered,
+            "steps": self.shape.steps,
             "global_batch": self.shape.global_batch,
             "num_samples": self.shape.num_samples,
             "changes": self.changes,
@@ -167,7 +171,7 @@ class Planner:
             RuntimeError: a wrapped DataLoader's sampler gives another order than it gave then.
         """
         shape = self.shape
-        if state["delivered"] and state["global_batch"] != shape.global_batch:
+        if 0 < state["delivered"] < state["steps"] and state["global_batch"] != shape.global_batch:
             raise ValueError(
                 f"The checkpoint lies inside an epoch of batches of {state['global_batch']} samples (over all processes), but they now "
                 f"have {shape.global_batch} ({shape.batch_size} x {shape.world_size}). Use the same batch size and number of devices, or "

@@ -60,20 +60,37 @@ class Draws:
 
 
 class Ordinals:
-    """The endless 0, 1, 2, ... of a stream, whose own order cannot be changed."""
+    """The endless ordinals of a stream, whose own order cannot be changed; each of its parts counts on its own.
 
-    def __init__(self) -> None:
-        self._next = 0
+    Of P parts, the k-th sample of part p has the ordinal ``k * P + p``.
 
-    def take(self, n: int) -> NDArray[np.int64]:
-        """Return the next ``n`` ordinals, (n,) int64."""
-        self._next += n
-        return np.arange(self._next - n, self._next, dtype=np.int64)
+    Args:
+        parts: How many parts the stream is read in, P.
+    """
 
-    def position(self) -> tuple[int, int]:
-        """Return the place, in the form that :class:`Draws` has."""
-        return 0, self._next
+    def __init__(self, parts: int) -> None:
+        self._next = [0] * parts
+
+    @property
+    def parts(self) -> int:
+        """How many parts the stream is read in."""
+        return len(self._next)
+
+    def take(self, turns: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the next ordinals, (n,) int64: of part ``turns[i] % parts`` for sample i."""
+        parts = turns % self.parts
+        ordinals = np.empty(len(turns), dtype=np.int64)
+        for part in np.unique(parts).tolist():
+            chosen = parts == part
+            count = int(chosen.sum())
+            ordinals[chosen] = (self._next[part] + np.arange(count)) * self.parts + part
+            self._next[part] += count
+        return ordinals
+
+    def position(self) -> tuple[int, ...]:
+        """Return the place: what each part has given."""
+        return tuple(self._next)
 
     def seek(self, position: Sequence[int]) -> None:
-        """Go to a place that :meth:`position` returned."""
-        self._next = int(position[1])
+        """Go to a place that :meth:`position` returned, and read the stream in as many parts as then."""
+        self._next = [int(place) for place in position]

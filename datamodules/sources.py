@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset, IterableDataset
 
-from lightning_megatrain.datamodules.streams import OrdinalReader
+from lightning_megatrain.datamodules.streams import OrdinalReader, part_of
 
 
 def sample_count(dataset: Any, name: str) -> int | None:
@@ -16,12 +16,14 @@ def sample_count(dataset: Any, name: str) -> int | None:
 
     Raises:
         TypeError: it is neither.
-        ValueError: it is empty.
+        ValueError: it is empty, or a stream that was split over the ranks before.
     """
     what = f"dataset {name!r}" if name else "dataset"
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
         if not isinstance(dataset, Iterable):
             raise TypeError(f"The {what} ({type(dataset).__name__}) has neither `__getitem__` and `__len__` nor `__iter__`.")
+        if getattr(dataset, "_distributed", None) is not None:
+            raise ValueError(f"The {what} is already split over the ranks. Give the whole stream: the loader shares it out itself.")
         if hasattr(dataset, "__next__"):
             raise TypeError(f"The {what} is an iterator, which can be read only once. Give the iterable it came from.")
         return None
@@ -39,29 +41,30 @@ class Sources(Dataset[Any]):
         sources: Datasets by name.
         sizes: Their numbers of samples, None for a stream.
 
-    A sample's key is its index in the concatenation, or (number of the dataset, index or ordinal) where there are streams.
+    A sample's key is its index in the concatenation, or (number of the dataset, index or ordinal, parts) where there are streams.
     """
 
     def __init__(self, sources: Mapping[str, Any], sizes: Mapping[str, int | None]) -> None:
         self._sources = list(sources.values())
         self._sizes = list(sizes.values())
         self._offsets = np.cumsum([0] + [s or 0 for s in self._sizes])
-        self._readers: dict[int, OrdinalReader] = {}
+        self._readers: dict[tuple[int, int, int], OrdinalReader] = {}  # by number of the dataset, part and parts
         self.keep = 1  # samples a reader can go back
 
     def __len__(self) -> int:
         return int(self._offsets[-1])
 
-    def __getitem__(self, key: int | tuple[int, int]) -> Any:
+    def __getitem__(self, key: int | tuple[int, int, int]) -> Any:
         if not isinstance(key, tuple):
             source = int(np.searchsorted(self._offsets, key, side="right")) - 1
             return self._sources[source][int(key) - int(self._offsets[source])]
-        source, place = key
+        source, place, parts = key
         if self._sizes[source] is not None:
             return self._sources[source][place - int(self._offsets[source])]
-        if source not in self._readers:
-            self._readers[source] = OrdinalReader(self._sources[source], self.keep)
-        return self._readers[source][place]
+        which = (source, place % parts, parts)
+        if which not in self._readers:
+            self._readers[which] = OrdinalReader(part_of(self._sources[source], place % parts, parts), self.keep)
+        return self._readers[which][place // parts]
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_readers": {}}  # a spawned worker opens streams of its own

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -10,12 +11,26 @@ from typing import Any
 from torch.utils.data._utils import worker
 
 
-class OrdinalReader:
-    """Reads an iterable dataset by ordinal, over and over when it ends.
+def count_parts(stream: Any, readers: int) -> int:
+    """Return in how many parts a stream is read, so that each reader (rank x worker) reads one and no part is larger than another.
 
-    Every worker and every rank reads the whole stream and keeps the samples that are its own. So the order does not depend
-    on the number of workers or ranks, and a resumed run skips forward to where it was. Keep the work inside the stream
-    small, and do the costly part (decoding, tokenising) in ``collate_fn``, which only sees the samples that are kept.
+    A stream with ``num_shards`` and ``shard(num_shards, index)`` (Hugging Face's) is read in as many parts as divide both its shards
+    and the readers: give it a multiple of ranks x workers. Any other is one part, which every reader reads whole.
+    """
+    shards = getattr(stream, "num_shards", 1) if callable(getattr(stream, "shard", None)) else 1
+    return math.gcd(int(shards), readers)
+
+
+def part_of(stream: Any, part: int, parts: int) -> Any:
+    """Return one part of a stream."""
+    return stream if parts == 1 else stream.shard(num_shards=parts, index=part)
+
+
+class OrdinalReader:
+    """Reads an iterable dataset, or a part of one, by ordinal, over and over when it ends.
+
+    Readers that share a part each read all of it and keep the samples that are their own. A resumed run skips forward to where it was. Keep
+    the work inside the stream small, and do the costly part (decoding, tokenising) in ``collate_fn``, which only sees what is kept.
 
     Args:
         stream: Any iterable that gives the same samples each time it is iterated. If it has ``set_epoch`` it is told the

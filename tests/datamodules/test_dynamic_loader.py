@@ -276,36 +276,6 @@ def test_the_users_batch_is_untouched():
     assert list(loader) == [(strange, {"n": 4})] * 2
 
 
-def test_a_stream_is_read_again_when_it_ends_and_told_the_pass():
-    class Told(Stream):
-        def set_epoch(self, epoch):
-            self.first = 1000 * epoch
-
-    loader = DynamicLoader(Told(5), 4, steps_per_epoch=3)
-    assert values(loader) == [[0, 1, 2, 3], [4, 1000, 1001, 1002], [1003, 1004, 2000, 2001]]
-
-
-@workers
-def test_ranks_and_workers_share_a_stream_without_repeats(num_workers):
-    ranks = [values(DynamicLoader(Stream(64), 4, steps_per_epoch=8, rank=r, world_size=2, num_workers=num_workers)) for r in range(2)]
-    assert sorted(sum(sum(ranks, []), [])) == list(range(64))
-
-
-def test_a_hugging_face_stream_gives_the_same_samples_with_workers():
-    import datasets
-
-    table = datasets.Dataset.from_dict({"x": list(range(40))})
-
-    def run(num_workers):
-        loader = DynamicLoader(
-            {"h": table.to_iterable_dataset(num_shards=4).shuffle(seed=1, buffer_size=10)}, 4, steps_per_epoch=10, num_workers=num_workers
-        )
-        return [b["x"].tolist() for b in loader]
-
-    assert run(0) == run(2)
-    assert sorted(sum(run(0), [])) == list(range(40))
-
-
 @pytest.mark.parametrize("domain", ["source", lambda sample: sample["source"]])
 @pytest.mark.parametrize("hugging_face", [True, False])
 def test_domains_come_from_a_column_or_a_function(domain, hugging_face):

@@ -1,0 +1,106 @@
+"""A bare DynamicLoader, no policy anywhere: a resumed run sees the samples that the run never stopped would have seen."""
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader
+
+from lightning_megatrain.datamodules import DynamicLoader
+from tests.callbacks.modules import Linear, Points, fit
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter([Points()[i] for i in range(24)])
+
+
+class Scheduled(Linear):
+    """Asks for the number of steps, so Lightning makes the loader before it has read the checkpoint (its issue 20550)."""
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        return [optimizer], [torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=int(self.trainer.estimated_stepping_batches))]
+
+
+class Mixer(L.Callback):
+    """Decides by hand, without a policy: from the third step on, only two domains."""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if trainer.global_step == 3 and trainer.train_dataloader.has_domains:
+            trainer.train_dataloader.set_proportions(dict(zip(trainer.train_dataloader.domains, (3.0, 1.0, 0.0), strict=False)))
+
+
+def one_pass(**kwargs):
+    return DynamicLoader(Points(), 4, **kwargs)
+
+
+def long_mixture(**kwargs):
+    sources = {"a": Points(10), "b": Points(7), "c": Points(24)}
+    return DynamicLoader(sources, 4, proportions={"a": 1, "b": 2, "c": 3}, steps_per_epoch=6, **kwargs)
+
+
+def streams(**kwargs):
+    return DynamicLoader({"a": Stream(), "b": Stream()}, 4, proportions={"a": 1, "b": 2}, steps_per_epoch=6, **kwargs)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("make", [one_pass, long_mixture, streams])
+@pytest.mark.parametrize("module", [Linear, Scheduled])
+def test_a_bare_loader_resumes_inside_an_epoch_and_at_its_end(make, module, num_workers, tmp_path):
+    whole = module()
+    every_step = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1, filename="{step}")
+    at_the_end = ModelCheckpoint(tmp_path, save_top_k=-1, save_on_train_epoch_end=True, filename="end-{epoch}")
+    callbacks = [Mixer(), every_step, at_the_end]
+    fit(whole, make(num_workers=num_workers), callbacks, max_epochs=3, enable_checkpointing=True)
+    assert len(whole.seen) == 18
+    for name, step in (("step=2", 2), ("step=3", 3), ("step=6", 6), ("end-epoch=0", 6), ("step=8", 8), ("end-epoch=1", 12)):
+        resumed = module()
+        fit(resumed, make(num_workers=num_workers), [Mixer()], max_epochs=3, ckpt_path=tmp_path / f"{name}.ckpt")
+        assert resumed.seen == whole.seen[step:], name
+
+
+def test_a_finished_run_goes_on_where_it_ended(tmp_path):
+    whole, half, rest = Linear(), Linear(), Linear()
+    fit(whole, long_mixture(), max_epochs=4)
+    fit(half, long_mixture(), max_epochs=2).save_checkpoint(tmp_path / "half.ckpt")
+    fit(rest, long_mixture(), max_epochs=4, ckpt_path=tmp_path / "half.ckpt")
+    assert half.seen + rest.seen == whole.seen
+
+
+def test_epochs_cut_short_go_on_too(tmp_path):
+    whole, resumed = Linear(), Linear()
+    saver = ModelCheckpoint(tmp_path, save_top_k=-1, save_on_train_epoch_end=True, filename="{epoch}")
+    fit(whole, long_mixture(), [saver], max_epochs=3, limit_train_batches=4, enable_checkpointing=True)
+    fit(resumed, long_mixture(), max_epochs=3, limit_train_batches=4, ckpt_path=tmp_path / "epoch=0.ckpt")
+    assert resumed.seen == whole.seen[4:]
+
+
+def test_at_the_end_of_an_epoch_the_batch_size_may_change(tmp_path):
+    first, second = Linear(), Linear()
+    fit(first, one_pass()).save_checkpoint(tmp_path / "end.ckpt")
+    fit(second, DynamicLoader(Points(), 6), max_epochs=2, ckpt_path=tmp_path / "end.ckpt")
+    assert [len(batch) for batch in second.seen] == [6] * 4
+    assert sorted(sum(second.seen, [])) == list(range(24))
+
+
+def test_a_trainer_without_a_dynamic_loader_is_left_alone(tmp_path):
+    plain = DataLoader(Points(), 4)
+    fit(Linear(), plain).save_checkpoint(tmp_path / "plain.ckpt")
+    resumed = Linear()
+    fit(resumed, plain, max_epochs=2, ckpt_path=tmp_path / "plain.ckpt")
+    assert len(resumed.seen) == 6
+
+
+def test_workers_end_with_the_fit_and_a_second_one_goes_on():
+    loader, module = DynamicLoader(Points(), 4, num_workers=2, steps_per_epoch=9), Linear()
+    processes = []
+
+    class Watch(L.Callback):
+        def on_train_start(self, trainer, pl_module):
+            processes.extend(loader._iterator._workers)
+
+    fit(module, loader, [Watch()])
+    assert [w.exitcode for w in processes] == [0, 0]
+    fit(module, loader)
+    assert [len(set(sum(module.seen[i : i + 6], []))) for i in (0, 6, 12)] == [24] * 3
