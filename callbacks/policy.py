@@ -43,6 +43,10 @@ class Policy(pl.Callback):
         domain: For a plain DataLoader: the column, or the function of a sample, that gives the domain.
         name: Tells two policies of one class apart, in checkpoint, loggers and files (default: the class's name).
         record: Whether decisions are written to ``<log_dir>/policies/<name>/`` and a figure is drawn there.
+
+    Raises:
+        TypeError: a number of the schedule is not whole, or ``domain`` neither a name nor a function.
+        ValueError: a number of the schedule is negative, or ``name`` no name of a folder.
     """
 
     def __init__(
@@ -56,8 +60,12 @@ class Policy(pl.Callback):
         record: bool = True,
     ) -> None:
         self.schedule = Schedule(warmup_steps, every_n_steps, max_updates)
+        if domain is not None and not isinstance(domain, str) and not callable(domain):
+            raise TypeError(f"`domain` must be the name of a column or a function of a sample, got {domain!r}.")
         self.domain = domain
         self.name = name or type(self).__name__
+        if self.name in (".", "..") or {"/", "\\"} & set(self.name):
+            raise ValueError(f"`name` is also the name of a folder: it must not be '.' or '..', nor hold a slash, got {name!r}.")
         self.record = record
         self.updates = 0
         self.history: list[tuple[int, dict[str, float]]] = []

@@ -15,6 +15,7 @@ class Schedule:
         max_updates: Acts at most this often; 0 never acts, None has no limit.
 
     Raises:
+        TypeError: a number is not whole.
         ValueError: a number is negative.
     """
 
@@ -26,6 +27,8 @@ class Schedule:
         """Check the numbers."""
         for name in ("warmup_steps", "every_n_steps", "max_updates"):
             value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | None):
+                raise TypeError(f"`{name}` must be a whole number, got {value!r}.")
             if value is not None and value < 0:
                 raise ValueError(f"`{name}` must be zero or more, got {value}.")
 

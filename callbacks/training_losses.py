@@ -31,7 +31,8 @@ from lightning_megatrain.model_ops.hugging_face import (
 
 WHAT_TO_RETURN = (
     "Return from `training_step` a dict with the scalar `loss` and one of\n"
-    "  `sample_losses`: the loss of each sample (B,), with its graph; with `sample_tokens` (B,) too, each is a sum over so many tokens\n"
+    "  `sample_losses`: the loss of each sample (B,), with its graph; with `sample_tokens` (B,) too, each is a sum over so many tokens;\n"
+    "    `loss` is their mean, and what you add to it is kept as it is\n"
     "  `token_losses`: the cross-entropy of each next token (B, T - 1) from which `loss` is made, with its graph, where the batch holds "
     "`labels`\n"
     "  `logits`: of the loss, with their graph, where the batch holds `labels`\n"
@@ -200,7 +201,8 @@ def _weighted(module: pl.LightningModule, given: Mapping[str, Any], losses: Step
     """
     sums_B = given.get("sample_losses")
     if isinstance(sums_B, Tensor) and sums_B.requires_grad:
-        return (factor_B * sums_B).sum() / losses.tokens_B.sum().clamp(min=1)
+        loss, weighted = given["loss"], (factor_B * sums_B).sum() / losses.tokens_B.sum().clamp(min=1)
+        return loss + (weighted - _plain_mean(loss, sums_B, losses.tokens_B))
     logits = _token_losses(given)
     if logits is None:
         logits = given.get("logits") if not outputs else _one_call(module, outputs).logits
@@ -214,8 +216,33 @@ def _weighted(module: pl.LightningModule, given: Mapping[str, Any], losses: Step
     return loss + (loss.detach() * change).to(loss.dtype)
 
 
+def _plain_mean(loss: Tensor, sums_B: Tensor, tokens_B: Tensor) -> Tensor:
+    """Return the mean of the sample losses that is in ``loss``: over tokens, unless ``loss`` is the mean over samples of their means."""
+    over_tokens, over_samples = sums_B.sum() / tokens_B.sum().clamp(min=1), (sums_B / tokens_B.clamp(min=1)).mean()
+    by_samples = torch.isclose(loss, over_samples, rtol=1e-3) and not torch.isclose(loss, over_tokens, rtol=1e-3)
+    return over_samples if by_samples else over_tokens
+
+
+def _check_shape(module: pl.LightningModule, given: Mapping[str, Any], name: str) -> None:
+    """Refuse what is not one number for each sample."""
+    values = given.get(name)
+    if values is None:
+        return
+    if not isinstance(values, Tensor):
+        raise TypeError(f"`{name}` of {type(module).__name__}.training_step must be a tensor (B,), got a {type(values).__name__}.")
+    last = getattr(module.trainer.train_dataloader, "last", None)
+    size = len(values.flatten()) if last is None else len(last.index)
+    if values.shape != (size,):
+        raise TypeError(
+            f"`{name}` of {type(module).__name__}.training_step must be (B,) = ({size},), one number for each sample, got "
+            f"{tuple(values.shape)}."
+        )
+
+
 def _losses(module: pl.LightningModule, given: Mapping[str, Any], batch: Any, outputs: list[_Output], tokens: bool) -> StepLosses:
     """Find the losses of the samples in what the step returned, or in what its model answered."""
+    for name in ("sample_losses", "sample_tokens"):
+        _check_shape(module, given, name)
     each_BT = _token_losses(given)
     if each_BT is not None:
         losses_BT, valid_BT = F.pad(each_BT.detach().float(), (1, 0)), labels_of(batch) != IGNORED  # each at the place of its label

@@ -9,6 +9,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 
+def check_weights(name: str, weights: Mapping[str, float] | None) -> None:
+    """Refuse weights of domains that cannot be, as far as that is known without the domains.
+
+    Raises:
+        TypeError: ``weights`` is neither a mapping nor None.
+        ValueError: a weight is negative or not finite, or all are zero.
+    """
+    if weights is None:
+        return
+    if not isinstance(weights, Mapping):
+        raise TypeError(f"`{name}` must map each domain to its weight, got a {type(weights).__name__}.")
+    values = np.array([float(w) for w in weights.values()], dtype=np.float64)
+    if not np.isfinite(values).all() or (values < 0).any() or values.sum() <= 0:
+        raise ValueError(f"`{name}` must be finite, non-negative and not all zero, got {dict(weights)}.")
+
+
 def normalise(proportions: Mapping[str, float], names: Sequence[str]) -> NDArray[np.float64]:
     """Return the shares of ``names`` (in that order) as float64 that sum to one.
 
@@ -19,6 +35,7 @@ def normalise(proportions: Mapping[str, float], names: Sequence[str]) -> NDArray
     Raises:
         ValueError: a domain is missing or unknown, a weight is negative or not finite, or all are zero.
     """
+    check_weights("proportions", proportions)
     missing = [n for n in names if n not in proportions]
     unknown = [n for n in proportions if n not in names]
     if missing or unknown:
@@ -26,8 +43,6 @@ def normalise(proportions: Mapping[str, float], names: Sequence[str]) -> NDArray
             f"`proportions` must name every domain once. Missing: {missing}; unknown: {unknown}. The domains are {list(names)}."
         )
     shares = np.array([float(proportions[n]) for n in names], dtype=np.float64)
-    if not np.isfinite(shares).all() or (shares < 0).any() or shares.sum() <= 0:
-        raise ValueError(f"`proportions` must be finite, non-negative and not all zero, got {dict(proportions)}.")
     return shares / shares.sum()
 
 

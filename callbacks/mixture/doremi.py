@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from pathlib import Path
 from typing import Any, Literal
 
@@ -55,6 +56,7 @@ class DoReMi(ReweightingPolicy):
             :math:`\alpha` is updated every ``every_n_steps``.
 
     Raises:
+        TypeError: the reference is no string.
         ValueError: an argument is out of range.
         FileNotFoundError: there is no such reference.
     """
@@ -77,7 +79,9 @@ class DoReMi(ReweightingPolicy):
         self.reference, self.variant = reference, variant
         self.step_size = step_size if step_size is not None else 0.1 if variant == "dataflex" else 1.0
         self.smoothing = smoothing if smoothing is not None else 0.01 if variant == "dataflex" else 1e-3
-        if self.step_size <= 0 or not 0 <= self.smoothing <= 1:
+        if not isinstance(reference, str):
+            raise TypeError(f"`reference` must be the path of a checkpoint, or a folder or hub id of a model, got {reference!r}.")
+        if not 0 < self.step_size < math.inf or not 0 <= self.smoothing <= 1:
             raise ValueError(f"`step_size` must be positive and `smoothing` between 0 and 1, got {self.step_size} and {self.smoothing}.")
         if reference.endswith(".ckpt") and not Path(reference).exists():
             raise FileNotFoundError(f"There is no reference checkpoint {reference}. Train one with the same module first.")

@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from lightning_megatrain.callbacks.mixture.mixture import MixturePolicy
 from lightning_megatrain.callbacks.training_losses import StepLosses, tap_losses, untap_losses
+from lightning_megatrain.datamodules.shares import check_weights
 
 
 class ODM(MixturePolicy):
@@ -65,10 +66,11 @@ class ODM(MixturePolicy):
         self.alpha, self.initial, self.variant = alpha, initial, variant
         self.reward_scale = reward_scale if reward_scale is not None else 15.0 if variant == "dataflex" else 1.0
         self.least_exploration = least_exploration if least_exploration is not None else 0.03 if variant == "dataflex" else 0.0
-        if self.reward_scale <= 0 or self.least_exploration < 0:
+        if not 0 < self.reward_scale < math.inf or not 0 <= self.least_exploration <= 1:
             raise ValueError(
-                f"`reward_scale` must be positive and `least_exploration` not negative, got {reward_scale} and {least_exploration}."
+                f"`reward_scale` must be positive and `least_exploration` between 0 and 1, got {reward_scale} and {least_exploration}."
             )
+        check_weights("initial", initial)
         self._rewards_K = np.zeros(0)
         self._seen_K2 = np.zeros((0, 2))  # of this rank since the last update: sum of losses, samples
 

@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 from typing_extensions import override
 
 from lightning_megatrain.callbacks.mixture.mixture import MixturePolicy
+from lightning_megatrain.datamodules.shares import check_weights
 
 
 class StaticMixture(MixturePolicy):
@@ -21,11 +22,16 @@ class StaticMixture(MixturePolicy):
             leaves; or None for equal shares.
         warmup_steps: When they are set; before that the loader's own order holds.
         **policy: Domain, name and so on; see :class:`~lightning_megatrain.callbacks.Policy`.
+
+    Raises:
+        TypeError: the proportions are no mapping.
+        ValueError: a weight is negative or not finite, or all are zero.
     """
 
     def __init__(self, proportions: dict[str, float] | str | None = None, *, warmup_steps: int = 0, **policy: Any) -> None:
         super().__init__(warmup_steps=warmup_steps, **{"every_n_steps": 0, **policy})
         self.proportions = json.loads(Path(proportions).read_text()) if isinstance(proportions, str) else proportions
+        check_weights("proportions", self.proportions)
 
     @override
     def mix(self, trainer: pl.Trainer, module: pl.LightningModule) -> Mapping[str, float]:

@@ -5,6 +5,7 @@ Shapes: B samples of one micro-batch on one rank, G samples of all ranks togethe
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 import torch
@@ -58,7 +59,7 @@ class LossReweighting(ReweightingPolicy):
         super().__init__(**policy)
         if strategy not in ("linupper", "quadratic", "extremes", "uniform"):
             raise ValueError(f"`strategy` must be 'linupper', 'quadratic', 'extremes' or 'uniform', got {strategy!r}.")
-        if delta <= 0 or temperature <= 0:
+        if not (0 < delta < math.inf and 0 < temperature < math.inf):
             raise ValueError(f"`delta` and `temperature` must be positive, got {delta} and {temperature}.")
         if variant not in ("paper", "dataflex"):
             raise ValueError(f"`variant` must be 'paper' or 'dataflex', got {variant!r}.")
@@ -72,6 +73,8 @@ class LossReweighting(ReweightingPolicy):
         all_G = gather_rows(own_B, self._trainer)
         if len(all_G) == 1:
             warn_once(self, "one", "a batch of one sample has nothing to be weighted against: raise `batch_size`.")
+        if not bool(torch.isfinite(all_G).all()):
+            warn_once(self, "finite", "the loss of a sample is not finite: a batch that holds such a one is not weighted.")
         shape = "published uniform" if self.variant == "dataflex" and self.strategy == "uniform" else self.strategy
         f_G = shape_of(all_G, all_G, shape, self.delta) / self.temperature
         f_B = shape_of(own_B, all_G, shape, self.delta) / self.temperature
@@ -82,7 +85,7 @@ class LossReweighting(ReweightingPolicy):
 
 
 def shape_of(losses_B: Tensor, all_G: Tensor, strategy: str, delta: float) -> Tensor:
-    """Return f(h) of some losses among all of the batch, (B,); zeros where all losses are equal.
+    """Return f(h) of some losses among all of the batch, (B,); zeros where all are equal, or one of them is not finite.
 
     Args:
         losses_B: The losses to weight.
@@ -91,7 +94,7 @@ def shape_of(losses_B: Tensor, all_G: Tensor, strategy: str, delta: float) -> Te
         delta: Range of h.
     """
     low, high = all_G.min(), all_G.max()
-    if strategy == "uniform" or not bool(high > low):
+    if strategy == "uniform" or not bool(torch.isfinite(high - low)) or not bool(high > low):
         return torch.zeros_like(losses_B)
     h_B = (2 * delta * losses_B - delta * (high + low)) / (high - low)
     if strategy == "linupper":

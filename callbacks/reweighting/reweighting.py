@@ -10,6 +10,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from typing_extensions import override
 
@@ -29,6 +30,9 @@ class ReweightingPolicy(Policy):
 
     Args:
         **policy: Schedule, name and so on; see :class:`~lightning_megatrain.callbacks.Policy`.
+
+    Raises:
+        MisconfigurationException: the module optimizes by hand, so its backward runs before the weights are known.
     """
 
     needs_tokens = False
@@ -56,6 +60,12 @@ class ReweightingPolicy(Policy):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         if stage == "fit" and self.schedule.max_updates != 0:
+            if not pl_module.automatic_optimization:
+                raise MisconfigurationException(
+                    f"{self.name} weights the loss that `training_step` returns, but {type(pl_module).__name__} has "
+                    "automatic_optimization=False and runs backward itself before that. Weight the losses there, or leave the optimization "
+                    "to Lightning."
+                )
             self._trainer = trainer
             tap_losses(pl_module, self._see, self.name, self.needs_tokens)
 

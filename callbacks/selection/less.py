@@ -50,6 +50,7 @@ class LESS(SelectionPolicy):
         **selection: Size, schedule and so on; see :class:`SelectionPolicy`.
 
     Raises:
+        TypeError: there is no target.
         ValueError: an argument is out of range, or the schedule leaves no Adam state to use.
     """
 
@@ -67,6 +68,8 @@ class LESS(SelectionPolicy):
         **selection: Any,
     ) -> None:
         super().__init__(**selection)
+        if target is None:
+            raise TypeError("`target` is None: give a dataset, a DataLoader, a mapping of sub-tasks, or the name of an attribute.")
         if gradient not in ("adam", "sgd") or checkpoints not in ("latest", "all"):
             raise ValueError(f"`gradient` is 'adam' or 'sgd' and `checkpoints` 'latest' or 'all', got {gradient!r} and {checkpoints!r}.")
         if gradient == "adam" and self.schedule.warmup_steps == 0 and self.schedule.max_updates != 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -11,7 +12,7 @@ from typing_extensions import override
 
 from lightning_megatrain import model_ops
 from lightning_megatrain.callbacks.policy import warn_once
-from lightning_megatrain.callbacks.selection.selection import Selected, SelectionPolicy
+from lightning_megatrain.callbacks.selection.selection import Selected, SelectionPolicy, check_seed
 
 Focus = Literal["high", "medium", "low"]
 
@@ -50,12 +51,12 @@ class LossSelection(SelectionPolicy):
         super().__init__(**selection)
         if focus not in ("high", "medium", "low"):
             raise ValueError(f"`focus` must be 'high', 'medium' or 'low', got {focus!r}.")
-        if focus_weight <= 0 or temperature <= 0:
+        if not (0 < focus_weight < math.inf and 0 < temperature < math.inf):
             raise ValueError(f"`focus_weight` and `temperature` must be positive, got {focus_weight} and {temperature}.")
-        if not 0 <= quantiles[0] <= quantiles[1] <= 1:
-            raise ValueError(f"`quantiles` must rise from 0 to 1, got {quantiles}.")
+        if len(quantiles) != 2 or not 0 <= quantiles[0] <= quantiles[1] <= 1:
+            raise ValueError(f"`quantiles` must be two numbers that rise from 0 to 1, got {quantiles}.")
         self.focus, self.focus_weight, self.quantiles = focus, focus_weight, (quantiles[0], quantiles[1])
-        self.temperature, self.seed = temperature, seed
+        self.temperature, self.seed = temperature, check_seed(seed)
 
     @override
     def select(self, trainer: pl.Trainer, module: pl.LightningModule, size: int) -> Selected:

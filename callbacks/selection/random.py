@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 import numpy as np
 from typing_extensions import override
 
-from lightning_megatrain.callbacks.selection.selection import Selected, SelectionPolicy
+from lightning_megatrain.callbacks.selection.selection import Selected, SelectionPolicy, check_seed
 
 
 class RandomSelection(SelectionPolicy):
@@ -21,7 +21,7 @@ class RandomSelection(SelectionPolicy):
 
     def __init__(self, *, seed: int = 0, **selection: Any) -> None:
         super().__init__(**selection)
-        self.seed = seed
+        self.seed = check_seed(seed)
 
     @override
     def select(self, trainer: pl.Trainer, module: pl.LightningModule, size: int) -> Selected:

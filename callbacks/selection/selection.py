@@ -44,15 +44,17 @@ class SelectionPolicy(Policy):
         **policy: Schedule, name and so on; see :class:`~lightning_megatrain.callbacks.Policy`.
 
     Raises:
-        ValueError: the size is not positive, or None where the choice is made only once.
+        ValueError: a size is not positive, or ``size`` is None where the choice is made only once.
     """
 
     def __init__(self, *, size: int | float | None = None, every_n_steps: int = 0, batch_size: int | None = None, **policy: Any) -> None:
         super().__init__(every_n_steps=every_n_steps, **policy)
         if size is None and self.schedule.every_n_steps == 0:
             raise ValueError("`every_n_steps=0` chooses once for the rest of training: give `size`, a number or a fraction of samples.")
-        if size is not None and (size <= 0 or (isinstance(size, float) and size > 1)):
+        if isinstance(size, bool) or (size is not None and not (0 < size <= 1 if isinstance(size, float) else size > 0)):
             raise ValueError(f"`size` must be a positive number of samples or a fraction up to 1.0, got {size!r}.")
+        if batch_size is not None and batch_size < 1:
+            raise ValueError(f"`batch_size` must be at least 1, got {batch_size}.")
         self.size = size
         self.batch_size = batch_size
 
@@ -108,6 +110,13 @@ class SelectionPolicy(Policy):
             collate_fn=collate_fn or self.loader.collate_fn,
             **options,
         )
+
+
+def check_seed(seed: int) -> int:
+    """Return ``seed``, which numpy's generators take if it is a whole number of zero or more."""
+    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+        raise ValueError(f"`seed` must be a whole number of zero or more, got {seed!r}.")
+    return seed
 
 
 def highest(scores: NDArray[np.float64], size: int) -> NDArray[np.int64]:

@@ -30,7 +30,7 @@ ARROWS = {
     "optim": {"optim"},
     "model_ops": {"model_ops", "engine"},
     "datamodules": {"datamodules"},
-    "callbacks": {"callbacks", "model_ops", "datamodules"},
+    "callbacks": {"callbacks", "model_ops", "datamodules", "loader_place"},
 }
 FOLDERS = {
     "engine": "lightning_megatrain/engine",

@@ -9,12 +9,13 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_megatrain.callbacks import LossReweighting, PolicyError, ReweightingPolicy
+from lightning_megatrain.callbacks import ODM, DoReMi, LossReweighting, PolicyError, ReweightingPolicy
 from lightning_megatrain.callbacks.reweighting.loss import shape_of
 from lightning_megatrain.callbacks.training_losses import StepLosses
 from lightning_megatrain.model_ops import compute_sample_losses
-from tests.callbacks.modules import Linear, Llama, Sentences, fit, points, sentences, weights
+from tests.callbacks.modules import Linear, Llama, Points, Sentences, fit, points, sentences, third, weights
 
 LOSSES = torch.tensor([1.0, 2.0, 3.0, 4.0])
 
@@ -258,6 +259,103 @@ def test_logits_that_do_not_give_the_loss_are_refused():
 
     with pytest.raises(PolicyError, match="as cross-entropy"):
         fit(Odd(), sentences(), [LossReweighting()])
+
+
+@pytest.mark.parametrize("mean", ["tokens", "samples"])
+def test_what_the_module_adds_to_its_loss_is_kept_and_not_weighted(mean):
+    """A penalty, a router's loss: the gradient is that of the weighted mean plus the addition as it is."""
+    table, tokens, rates = torch.tensor([0.5, 3.0, 1.0, 1.5]), torch.tensor([1.0, 2.0, 3.0, 2.0]), []
+
+    class Penalised(Linear):
+        def training_step(self, batch, batch_idx):
+            x, y = batch
+            sums = F.cross_entropy(self.layer(x), y, reduction="none") * tokens
+            plain = sums.sum() / tokens.sum() if mean == "tokens" else (sums / tokens).mean()
+            return {"loss": plain + 0.5 * self.layer.weight.square().sum(), "sample_losses": sums, "sample_tokens": tokens}
+
+        def on_before_backward(self, loss):
+            rates.append(loss.detach().clone())
+
+    module, copy = Penalised(), Penalised()
+    fit(module, points(4, shuffle=False), [Fixed(table.tolist())], max_steps=1)
+    x, y = torch.utils.data.default_collate([Points()[i] for i in range(4)])
+    losses = F.cross_entropy(copy.layer(x), y, reduction="none")
+    loss = (table * tokens * losses).sum() / (table * tokens).sum() + 0.5 * copy.layer.weight.square().sum()
+    loss.backward()
+    if mean == "samples":  # a loss that is another mean plus an addition cannot be told apart: the difference of the means stays
+        loss = loss + losses.detach().mean() - (tokens * losses.detach()).sum() / tokens.sum()
+    else:
+        wanted = torch.cat([(p - copy.lr * p.grad).detach().flatten() for p in copy.parameters()])
+        torch.testing.assert_close(weights(module), wanted, rtol=1e-5, atol=1e-6)  # sums in another order
+    torch.testing.assert_close(rates[0], loss.detach(), rtol=1e-5, atol=1e-6)  # the same
+
+
+def test_a_mean_over_samples_is_replaced_by_the_weighted_mean_over_tokens():
+    table, tokens = torch.tensor([0.5, 3.0, 1.0, 1.5]), torch.tensor([1.0, 2.0, 3.0, 2.0])
+
+    class BySample(Linear):
+        def training_step(self, batch, batch_idx):
+            x, y = batch
+            means = F.cross_entropy(self.layer(x), y, reduction="none")
+            return {"loss": means.mean(), "sample_losses": means * tokens, "sample_tokens": tokens}
+
+    module, copy = BySample(), BySample()
+    fit(module, points(4, shuffle=False), [Fixed(table.tolist())], max_steps=1)
+    x, y = torch.utils.data.default_collate([Points()[i] for i in range(4)])
+    weighted = table * tokens
+    ((weighted * F.cross_entropy(copy.layer(x), y, reduction="none")).sum() / weighted.sum()).backward()
+    wanted = torch.cat([(p - copy.lr * p.grad).detach().flatten() for p in copy.parameters()])
+    torch.testing.assert_close(weights(module), wanted, rtol=1e-5, atol=1e-6)  # sums in another order
+
+
+@pytest.mark.parametrize("policy", [LossReweighting, lambda: DoReMi("nowhere", domain=third)])
+def test_a_module_that_optimizes_by_hand_is_refused_by_name(policy, monkeypatch):
+    monkeypatch.setattr("lightning_megatrain.callbacks.mixture.doremi._load_reference", lambda *_: torch.nn.Linear(1, 1))
+
+    class ByHand(Linear):
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization = False
+
+    with pytest.raises(MisconfigurationException, match="weights the loss .*ByHand has automatic_optimization=False"):
+        fit(ByHand(), points(), [policy()])
+
+
+@pytest.mark.parametrize("policy", [LossReweighting, lambda: ODM(domain=third)])
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda losses: losses.mean(), r"`sample_losses` of Shaped.training_step must be \(B,\) = \(4,\).* got \(\)"),
+        (lambda losses: losses[:, None], r"must be \(B,\) = \(4,\).* got \(4, 1\)"),
+        (lambda losses: losses[:2], r"must be \(B,\) = \(4,\).* got \(2,\)"),
+        (lambda losses: losses.tolist(), r"must be a tensor \(B,\), got a list"),
+    ],
+)
+def test_sample_losses_that_are_not_one_number_a_sample_are_refused(policy, change, says):
+    class Shaped(Linear):
+        def training_step(self, batch, batch_idx):
+            given = super().training_step(batch, batch_idx)
+            return {"loss": given["loss"], "sample_losses": change(given["sample_losses"])}
+
+    policy = policy()
+    with pytest.raises(PolicyError, match=f"{policy.name} failed at step 0: {says}" if says.startswith("`") else says):
+        fit(Shaped(), points(), [policy])
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_a_batch_with_a_loss_that_is_not_finite_is_not_weighted(bad):
+    class Broken(Linear):
+        def training_step(self, batch, batch_idx):
+            given = super().training_step(batch, batch_idx)
+            scale = torch.where(torch.arange(4) == 0, bad, 1.0) if batch_idx == 1 else torch.ones(4)
+            return {"loss": given["loss"], "sample_losses": given["sample_losses"] * scale}
+
+    policy = LossReweighting()
+    with pytest.warns(UserWarning, match="not finite: a batch that holds such a one is not weighted"):
+        fit(Broken(), points(), [policy])
+    ranges = [(m["weight/least"], m["weight/most"]) for _, m in policy.history]
+    assert ranges[1] == (1.0, 1.0)
+    assert all(least < 1 < most for least, most in ranges[:1] + ranges[2:])
 
 
 def test_weights_that_are_not_numbers_are_refused():
