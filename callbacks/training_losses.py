@@ -34,7 +34,7 @@ WHAT_TO_RETURN = (
     "  `sample_losses`: the loss of each sample (B,), with its graph; with `sample_tokens` (B,) too, each is a sum over so many tokens;\n"
     "    `loss` is their mean, and what you add to it is kept as it is\n"
     "  `token_losses`: the cross-entropy of each next token (B, T - 1) from which `loss` is made, with its graph, where the batch holds "
-    "`labels`\n"
+    "`labels`; with `loss_divisor`, what `loss` divides their sum by, if not by their number\n"
     "  `logits`: of the loss, with their graph, where the batch holds `labels`\n"
     "or train a Hugging Face model whose output has `logits` (a fused cross-entropy has none)."
 )
@@ -47,10 +47,17 @@ class StepLosses:
     Attributes:
         losses_BT: (B, T) FP32, zero where a token does not count. T is 1 where only samples are told apart.
         counts_BT: (B, T) FP32, how many tokens each stands for: 1 or 0, or a sample's number of tokens.
+        given_divisor: What the module divides the sum of the losses by, where it is not the number of tokens of this micro-batch.
     """
 
     losses_BT: Tensor
     counts_BT: Tensor
+    given_divisor: float | None = None
+
+    @property
+    def divisor(self) -> float:
+        """What the module divides the sum of the losses by."""
+        return self.given_divisor or max(float(self.tokens_B.sum()), 1.0)
 
     @property
     def sums_B(self) -> Tensor:
@@ -144,7 +151,7 @@ class _Tap:
         weights = [w for w in [client(losses, batch) for client in list(self.clients)] if w is not None]
         if not weights:
             return result
-        factor_B = self._window.factors(torch.stack(weights).prod(0), losses.tokens_B, module.trainer)
+        factor_B = self._window.factors(torch.stack(weights).prod(0), losses.tokens_B / losses.divisor, module.trainer)
         if bool((factor_B == 1).all()):
             return result  # equal weights: the module's own loss, untouched
         loss = _weighted(module, given, losses, factor_B, outputs)
@@ -158,7 +165,7 @@ class _Tap:
 
 
 class _Window:
-    """The mean weight of a token over the micro-batches of one optimizer step, on all ranks.
+    """The mean weight of a token over the micro-batches of one optimizer step, on all ranks, each token counted as the loss counts it.
 
     It is known only with the last micro-batch. All are weighted relative to the mean weight in the first, and the gradient is corrected at
     the end, so that micro-batches of unlike weights keep their relation: with batches of one sample it is all there is.
@@ -166,28 +173,34 @@ class _Window:
 
     def __init__(self) -> None:
         self._step = -1
-        self._first_mean = self._tokens = self._weighted_tokens = 0.0
+        self._first_mean = self._counted = self._weighted = 0.0
         self._touched = False
 
-    def factors(self, weights_B: Tensor, tokens_B: Tensor, trainer: pl.Trainer) -> Tensor:
-        """Return each sample's weight over the mean weight of a token in the window's first micro-batch that has one, (B,)."""
+    def factors(self, weights_B: Tensor, counted_B: Tensor, trainer: pl.Trainer) -> Tensor:
+        """Return each sample's weight over the mean weight in the window's first micro-batch that has a token, (B,).
+
+        Args:
+            weights_B: Of a token of each sample.
+            counted_B: How much each sample's tokens together count in the module's loss.
+            trainer: Whose ranks.
+        """
         if trainer.global_step != self._step:
             self.__init__()  # type: ignore[misc]
             self._step = trainer.global_step
-        all_G, tokens_G = gather_rows(weights_B, trainer).double(), gather_rows(tokens_B, trainer).double()
-        tokens, weighted = float(tokens_G.sum()), float((all_G * tokens_G).sum())
+        all_G, counted_G = gather_rows(weights_B, trainer).double(), gather_rows(counted_B, trainer).double()
+        counted, weighted = float(counted_G.sum()), float((all_G * counted_G).sum())
         if self._first_mean == 0:
             equal = bool((all_G == all_G[0]).all())
-            self._first_mean = float(all_G[0]) if equal else weighted / max(tokens, 1.0)
+            self._first_mean = float(all_G[0]) if equal else weighted / (counted or 1.0)
         if self._first_mean == 0:
             return torch.ones_like(weights_B)  # nothing has counted yet
-        self._tokens, self._weighted_tokens = self._tokens + tokens, self._weighted_tokens + weighted
+        self._counted, self._weighted = self._counted + counted, self._weighted + weighted
         self._touched |= bool((all_G != self._first_mean).any())
         return (weights_B.double() / self._first_mean).to(weights_B.dtype)
 
     def finish(self) -> float:
         """Return the factor that is left for the gradient of the window, and begin a new one."""
-        correction = self._first_mean * self._tokens / self._weighted_tokens if self._touched and self._weighted_tokens else 1.0
+        correction = self._first_mean * self._counted / self._weighted if self._touched and self._weighted else 1.0
         self.__init__()  # type: ignore[misc]
         return 1.0 if abs(correction - 1) < 1e-9 else correction  # rounding, where there was one micro-batch
 
@@ -247,7 +260,7 @@ def _losses(module: pl.LightningModule, given: Mapping[str, Any], batch: Any, ou
     if each_BT is not None:
         losses_BT, valid_BT = F.pad(each_BT.detach().float(), (1, 0)), labels_of(batch) != IGNORED  # each at the place of its label
         valid_BT = F.pad(valid_BT[:, 1:], (1, 0))
-        return StepLosses(losses_BT, valid_BT.float())
+        return StepLosses(losses_BT, valid_BT.float(), given.get("loss_divisor"))
     sums_B = given.get("sample_losses")
     outputs[:] = [o for o in outputs if o.logits is not None and o.logits.requires_grad]
     logits = given.get("logits")

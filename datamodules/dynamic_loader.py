@@ -86,6 +86,8 @@ class DynamicLoader:
             raise ValueError(f"`batch_size` must be at least 1, got {batch_size}.")
         if steps_per_epoch is not None and steps_per_epoch < 1:
             raise ValueError(f"`steps_per_epoch` must be at least 1, got {steps_per_epoch}.")
+        if window < 1:
+            raise ValueError(f"`window` must be at least 1, got {window}.")
         self.dataset, self.batch_size, self.drop_last, self.seed = dataset, batch_size, drop_last, seed
         self._domain_of, self._steps_per_epoch = domain, steps_per_epoch
         self._window, self._shuffle, self._first_proportions = window, shuffle, proportions

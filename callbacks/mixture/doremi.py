@@ -129,7 +129,7 @@ class DoReMi(ReweightingPolicy):
         np.add.at(self._seen_K2, rows_G3[:, 0].astype(int), rows_G3[:, 1:])
         tokens_K = np.bincount(rows_G3[:, 0].astype(int), rows_G3[:, 2], len(self._weights_K))
         per_token_K = torch.from_numpy(self._weights_K / np.maximum(tokens_K, 1)).float().to(domain_B.device)
-        return per_token_K[domain_B]
+        return per_token_K[domain_B] * losses.divisor  # each micro-batch counts alike, however many tokens it has
 
     @override
     def act(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:

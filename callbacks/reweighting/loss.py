@@ -81,7 +81,8 @@ class LossReweighting(ReweightingPolicy):
         weights_B = len(all_G) * (f_B - torch.logsumexp(f_G, 0)).exp()  # the softmax over all ranks, of mean 1
         if bool((f_G == f_G[0]).all()):
             weights_B = torch.ones_like(own_B)  # exactly
-        return weights_B if self.length_normalised else weights_B / losses.tokens_B.clamp(min=1)
+        # Over samples: of each token, so that a sample's tokens together count as its weight in whatever the module divides by.
+        return weights_B if self.length_normalised else weights_B * losses.divisor / losses.tokens_B.clamp(min=1)
 
 
 def shape_of(losses_B: Tensor, all_G: Tensor, strategy: str, delta: float) -> Tensor:

@@ -24,9 +24,11 @@ class ReweightingPolicy(Policy):
     """Weights the samples of each micro-batch in the training loss.
 
     The loss becomes the sum of weight x token losses over the sum of weight x tokens, over all ranks; where all weights are equal the
-    module's own loss stays as it is. The schedule counts optimizer steps: from ``warmup_steps`` on every ``every_n_steps``-th step
-    is weighted, at most
-    ``max_updates`` of them. A subclass says in :meth:`weigh` how much each sample counts.
+    module's own loss stays as it is. Over the micro-batches of an optimizer step both sums are averaged as the module averages its
+    loss: a `CausalLM` over all tokens of the step, most others over the means of the micro-batches.
+
+    The schedule counts optimizer steps: from ``warmup_steps`` on every ``every_n_steps``-th step is weighted, at most ``max_updates``
+    of them. A subclass says in :meth:`weigh` how much each sample counts.
 
     Args:
         **policy: Schedule, name and so on; see :class:`~lightning_megatrain.callbacks.Policy`.

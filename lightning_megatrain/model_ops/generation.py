@@ -46,10 +46,12 @@ def generate(
 
     Raises:
         TypeError: when the module neither holds a Hugging Face model that can generate nor defines the hook.
-        ValueError: for an unknown `prompt`, or `"unlabelled"` without labels.
+        ValueError: for an unknown `prompt`, `"unlabelled"` without labels, or fewer than one token or sample.
     """
     if prompt not in ("all", "unlabelled"):
         raise ValueError(f"prompt={prompt!r} is neither 'all' nor 'unlabelled'.")
+    if max_new_tokens < 1 or num_samples < 1:
+        raise ValueError(f"`max_new_tokens` and `num_samples` must be at least 1, got {max_new_tokens} and {num_samples}.")
     hook = getattr(module, "compute_generations", None)
     model = None if hook is not None else find_model(module)
     if hook is None and (model is None or not base_of(model).can_generate()):

@@ -7,6 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+# Classes that make Adam's step. NAdam, RAdam and others keep state of the same names and step another way.
+_ADAM = {"Adam", "AdamW", "HostAdamW", "DeepSpeedCPUAdam", "FusedAdam"}
+
 
 @dataclass
 class AdamMoments:
@@ -46,7 +49,8 @@ def adam_moments(optimizers: Iterable[Optimizer], named: Iterable[tuple[str, nn.
         named: names and parameters.
 
     Raises:
-        ValueError: when an optimizer has made no step, keeps other state, or does not hold one of the parameters.
+        ValueError: when an optimizer is not Adam (or with `amsgrad` or `maximize`), has made no step, keeps other state, or does not hold
+            one of the parameters.
     """
     optimizers = [getattr(o, "optimizer", o) for o in optimizers]  # Lightning's wrapper holds the optimizer itself
     owners = {id(p): (o, group) for o in optimizers for group in o.param_groups for p in group["params"]}
@@ -57,8 +61,9 @@ def adam_moments(optimizers: Iterable[Optimizer], named: Iterable[tuple[str, nn.
                 f"No optimizer holds `{name}`, so it has no Adam state. Leave it out with `parameters=`, or use preconditioner=None."
             )
         optimizer, group = owners[id(parameter)]
-        if "betas" not in group or group.get("amsgrad"):
-            kind = "amsgrad" if group.get("amsgrad") else type(optimizer).__name__
+        others = [option for option in ("amsgrad", "maximize") if group.get(option)]
+        if others or not _ADAM & {cls.__name__ for cls in type(optimizer).__mro__}:
+            kind = others[0] if others else type(optimizer).__name__
             raise ValueError(
                 f"preconditioner='adam' needs plain Adam or AdamW state, but `{name}` is trained by {kind}. Use preconditioner=None."
             )

@@ -303,6 +303,7 @@ def test_a_loader_without_domains_shows_the_three_forms():
     ("make", "error", "says"),
     [
         (lambda: DynamicLoader(Numbers(4), 0), ValueError, "`batch_size` must be at least 1, got 0"),
+        (lambda: DynamicLoader(Numbers(4), 2, window=0), ValueError, "`window` must be at least 1, got 0"),
         (lambda: DynamicLoader(Stream(4), 2), ValueError, "`steps_per_epoch="),
         (lambda: DynamicLoader({"a": Numbers(4), "b": []}, 2), ValueError, "dataset 'b' is empty"),
         (lambda: DynamicLoader(iter([1, 2]), 2, steps_per_epoch=1), TypeError, "read only once"),

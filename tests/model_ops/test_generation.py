@@ -63,6 +63,9 @@ def test_an_encoder_decoder_answers_without_its_start_token() -> None:
 def test_what_cannot_generate_is_refused() -> None:
     with pytest.raises(TypeError, match=r"no Hugging Face model that can generate.*compute_generations"):
         generate(bert(), text_batch())
+    for wrong in ({"num_samples": 0}, {"max_new_tokens": 0}):
+        with pytest.raises(ValueError, match="must be at least 1"):
+            generate(llama(), text_batch(), **wrong)
     with pytest.raises(ValueError, match="neither 'all' nor 'unlabelled'"):
         generate(llama(), text_batch(), prompt="none")
     with pytest.raises(ValueError, match="needs `labels` in the batch"):

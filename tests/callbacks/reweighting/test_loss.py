@@ -207,6 +207,36 @@ def test_weights_hold_between_micro_batches_at_any_accumulation(kind, batch_size
         torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-6)  # FP32, through two layers
 
 
+@pytest.mark.parametrize("kind", [Llama, PerSample])
+@pytest.mark.parametrize("accumulate", [1, 2, 4])
+@pytest.mark.parametrize("by_sample", [True, False])
+def test_micro_batches_of_unlike_length_are_averaged_as_the_module_averages_them(kind, accumulate, by_sample):
+    """By hand: the mean over the micro-batches of (sum of w x loss), over the mean of (sum of w), per sample or per token."""
+    size, seen = 8 // accumulate, []
+
+    class Watched(kind):
+        def on_before_optimizer_step(self, optimizer):
+            seen.append([p.grad.clone() for p in self.parameters()])
+
+    policy = LossReweighting("extremes", length_normalised=not by_sample)
+    fit(Watched(), sentences(batch_size=size, shuffle=False), [policy], max_steps=1, accumulate_grad_batches=accumulate)
+    module = Llama()
+    sums, totals, counts = [], [], []
+    for start in range(0, 8, size):
+        batch = torch.utils.data.default_collate([Sentences()[i] for i in range(start, start + size)])
+        logits, labels = module.model(input_ids=batch["input_ids"]).logits[:, :-1], batch["labels"][:, 1:]
+        losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none", ignore_index=-100).view(labels.shape)
+        tokens = (labels != -100).sum(1)
+        weight = torch.softmax(shape_of(*[(losses.sum(1) / tokens).detach()] * 2, "extremes", 1.0), 0)
+        sums.append((weight * losses.sum(1) / (tokens if by_sample else tokens.sum())).sum())
+        totals.append((weight * (1 if by_sample else tokens / tokens.sum())).sum())
+        counts.append(int(tokens.sum()))
+    assert accumulate == 1 or len(set(counts)) > 1
+    loss = torch.stack(sums).mean() / torch.stack(totals).mean()
+    for got, wanted in zip(seen[0], torch.autograd.grad(loss, list(module.parameters())), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-6)  # FP32 sums in another order, through two layers
+
+
 def test_two_reweightings_multiply():
     a, b = torch.rand(16), torch.rand(16)
     results = []
