@@ -48,6 +48,10 @@ class MegaTrainStrategy(SingleDeviceStrategy):
             With 1, gradients cannot arrive while others leave.
         stream_casts: Under ``precision="bf16-mixed"``, send those parameters as BF16 that autocast would only ever cast to BF16 (default
             True). Half the bytes over the bus and in the slots, with the same result; costs 2 bytes of host memory for each such parameter.
+        saved_inputs: Where layers keep their inputs for backward: ``"device"`` (default); ``"host"``, which leaves those of two layers on
+            the device whatever the depth; or the bytes that may stay there (``"20GiB"``, or an int), the first layers' going to the host.
+            The numbers are the same. Costs as much page-locked host memory, and the bus once each way beside the layers' computation; a
+            layer of 1,000 units or more computes longer than its input takes.
         fused_optimizer: Switch plain Adam, AdamW and SGD to torch's fused CPU kernels (default True): 5 to 10 times faster; results may
             differ in the last bit. False leaves the optimizer as it is.
         accelerator: For the Trainer's own use.
@@ -69,6 +73,7 @@ class MegaTrainStrategy(SingleDeviceStrategy):
         slots: int = 2,
         staging_buffers: int = 2,
         stream_casts: bool = True,
+        saved_inputs: int | str = "device",
         fused_optimizer: bool = True,
         accelerator: Accelerator | None = None,
         checkpoint_io: CheckpointIO | None = None,
@@ -81,6 +86,7 @@ class MegaTrainStrategy(SingleDeviceStrategy):
             "slots": slots,
             "staging_buffers": staging_buffers,
             "stream_casts": stream_casts,
+            "saved_inputs": saved_inputs,
         }
         self.fused_optimizer = fused_optimizer
         self._fused: list[FusedSwitch] = []

@@ -61,11 +61,13 @@ class Accounting:
         """Times a layer was in a slot, or on its way, when it was wanted."""
         self.prefetch_misses = 0
         """Times a layer had to be asked for at the moment it was wanted."""
+        self.inputs_waited_for = 0
+        """Saved inputs that had to be asked for at the moment they were wanted."""
 
     def reset(self) -> None:
         """Sets the counts of movement to zero and the peaks to what is held now."""
         self.loads.clear()
-        self.bytes_to_device = self.bytes_to_host = self.prefetch_hits = self.prefetch_misses = 0
+        self.bytes_to_device = self.bytes_to_host = self.prefetch_hits = self.prefetch_misses = self.inputs_waited_for = 0
         self.peak_bytes = Counter(self.device_bytes)
 
     def hold(self, kind: Kind, tensors: Iterable[Tensor]) -> Holding:

@@ -1,6 +1,7 @@
 """The engine: takes the place of a module's forwards and streams its layers from host memory."""
 
 import functools
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import MethodType, TracebackType
@@ -23,6 +24,8 @@ from lightning_megatrain.engine.layers import Layers, find_layers
 from lightning_megatrain.engine.passes import _STREAMED
 from lightning_megatrain.engine.pinning import PAGE_LOCKERS, LockedMemory, copy_read_only
 from lightning_megatrain.engine.resident import Residents
+from lightning_megatrain.engine.saved_inputs import SavedInputs
+from lightning_megatrain.engine.sizes import parse_size
 from lightning_megatrain.engine.stream import Phase, Stream
 from lightning_megatrain.engine.streamed_layer import run_layer
 from lightning_megatrain.engine.transfer import HostToDevice
@@ -57,10 +60,14 @@ class Engine:
             and are accumulated in the parameter's.
         stream_casts: Under BF16 autocast, send parameters as BF16 that autocast would only ever cast to BF16: half the bytes, the same
             result. Costs 2 bytes of host memory for each such parameter.
+        saved_inputs: Where layers keep their inputs for backward: ``"device"``; ``"host"``, which leaves those of two calls on the device
+            whatever the depth; or the bytes that may stay on the device (``20 << 30`` or ``"20GiB"``), beside those of one call on their
+            way. The first layers' go to the host. They are brought back one layer ahead of backward, and the numbers are the same. Costs
+            host memory for them, and the bus once each way, beside the layers' computation. Without meaning on the CPU.
         progress: Called with the bytes of each range of host memory that was page-locked.
 
     Raises:
-        ValueError: Nothing can be streamed, or a parameter is not on the CPU.
+        ValueError: Nothing can be streamed, a parameter is not on the CPU, or a size is none.
     """
 
     def __init__(
@@ -74,10 +81,12 @@ class Engine:
         staging_buffers: int = 2,
         compute_dtype: torch.dtype | None = None,
         stream_casts: bool = True,
+        saved_inputs: int | str = "device",
         progress: Callable[[int], None] = lambda nbytes: None,
     ) -> None:
         self.device = torch.device(device)
         self.casts_streamed = stream_casts and compute_dtype is None
+        saved_inputs_budget = _saved_inputs_budget(saved_inputs)
         _check_materialized(module)
         found = find_layers(module, layers, resident)
         _check(module, found, slots, staging_buffers)
@@ -89,6 +98,8 @@ class Engine:
         self._clock = Clock()
         self.accounting = Accounting()
         self._lanes = lanes_of(self.device)
+        if self._lanes.in_host_memory and saved_inputs != "device":
+            warnings.warn(f"saved_inputs={saved_inputs!r} is without meaning on the CPU, where the host is the device.", stacklevel=2)
         self.exact = self._lanes.in_host_memory
         """Whether kernels repeat bit for bit."""
         locker = PAGE_LOCKERS.get(self.device.type)
@@ -110,6 +121,7 @@ class Engine:
         self.on_backward_end: list[Callable[[], None]] = [self._backward_ended]
         self._stream = Stream(self.layers, self._lanes, transfer, slots, self._clock, self.accounting)
         self.gradients = Gradients(self._lanes, self._make_staging, self.accounting)
+        self.saved_inputs = SavedInputs(self._lanes, self.memory, self.accounting, saved_inputs_budget)
         self._residents = Residents(
             module, found.resident, self._lanes, self.gradients, compute_dtype, self.accounting, self.on_backward_end
         )
@@ -176,6 +188,7 @@ class Engine:
         if torch._C._current_graph_task_id() == -1:
             self.gradients.abandon()
         self._stream.close()
+        self.saved_inputs.close()
         self._residents.close()
         self._buffers.close()
         self.memory.close()
@@ -184,6 +197,7 @@ class Engine:
         if torch._C._current_graph_task_id() == -1:  # not inside a backward: what is left over is of a step that failed
             self.gradients.abandon()
             self._stream.abandon()
+            self.saved_inputs.collect()
         self._clock.tick()
         self._residents.bind()
         self._stream.begin(torch.is_grad_enabled())
@@ -284,6 +298,11 @@ def _outside_layers(root: nn.Module, layers: dict[nn.Module, HostLayer]) -> list
 def _runs(module: nn.Module) -> bool:
     """Whether the module has a forward; a `ModuleList` has none."""
     return "forward" in module.__dict__ or type(module).forward is not nn.Module.forward
+
+
+def _saved_inputs_budget(option: int | str) -> int | None:
+    """Bytes that may stay on the device; None for any number."""
+    return {"device": None, "host": 0}[option] if option in ("device", "host") else parse_size(option, "saved_inputs")
 
 
 def _check_materialized(module: nn.Module) -> None:

@@ -74,6 +74,14 @@ class LockedMemory:
             _advise(start, start + size, _MADV_DONTFORK)
         return buffer[start - buffer.data_ptr() :][:nbytes]
 
+    def free(self, buffer: Tensor) -> None:
+        """Unlocks what `allocate` returned; nothing queued may still touch it."""
+        for start, end in self._ranges:
+            if start == buffer.data_ptr() and self._locker is not None:
+                self._locker.unlock(start)
+                _advise(start, end, _MADV_DOFORK)
+        self._ranges = [(start, end) for start, end in self._ranges if start != buffer.data_ptr()]
+
     def close(self) -> None:
         """Unlocks everything."""
         if self._locker is not None:

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_megatrain.engine.sizes import size_text as _size
+
 if TYPE_CHECKING:
     from lightning_megatrain.engine.engine import Engine
 
@@ -29,6 +31,7 @@ def report(engine: "Engine", optimizers: Iterable[Optimizer] = ()) -> str:
         ),
         "working copies": sum(layer.working_copy_bytes for layer in engine.layers),
         "transfer buffers": engine.transfer.ring_bytes + engine.gradients.staging_bytes,
+        "saved inputs": engine.saved_inputs.host_bytes,
     }
     lines = [
         f"Streaming {len(engine.layers)} layers to {engine.device}: {number:,} parameters, {streamed / number:.0%} of them streamed, the "
@@ -61,10 +64,3 @@ def _nbytes(value: Any) -> int:
     if not isinstance(value, Tensor):
         return 0
     return value._values().nbytes + value._indices().nbytes if value.is_sparse else value.nbytes
-
-
-def _size(nbytes: int) -> str:
-    value, units = float(nbytes), ["B", "KiB", "MiB", "GiB", "TiB"]
-    while value >= 1024 and len(units) > 1:
-        value, units = value / 1024, units[1:]
-    return f"{value:.0f} {units[0]}" if units[0] == "B" else f"{value:.1f} {units[0]}"

@@ -1,8 +1,9 @@
 """A streamed layer as one operation on its inputs and its host parameters."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ from lightning_megatrain.engine.refusals import (
     unwritten,
     written_in_place,
 )
+from lightning_megatrain.engine.saved_inputs import SavedCall
 from lightning_megatrain.engine.surroundings import RandomState, Surroundings, no_cast_cache, random_state
 
 if TYPE_CHECKING:
@@ -56,7 +58,11 @@ def run_layer(engine: "Engine", layer: HostLayer, args: tuple[Any, ...], kwargs:
     if not any(tensor.requires_grad for tensor in (*inputs, *layer.parameters)):
         return _run_without_graph(engine, layer, args, kwargs)
     call = _Call(engine, layer, arguments, len(inputs))
-    outputs = _StreamedLayer.apply(call, *inputs, *layer.parameters)
+    # a layer that runs within another's forward saves nothing that backward will want
+    moves = engine.saved_inputs.moves and current_pass() is None
+    with engine.saved_inputs.saving(layer.name, inputs, arguments.number) if moves else nullcontext() as saved:
+        call.moved = None if saved is None else ref(saved)
+        outputs = _StreamedLayer.apply(call, *inputs, *layer.parameters)
     return call.returned(outputs)
 
 
@@ -89,6 +95,8 @@ class _Call:
         self.bits: list[Tensor] | None = None
         """Checksums of what the layer's first forward returned."""
         self.saved: Holding | None = None
+        self.moved: ref[SavedCall] | None = None
+        """What autograd saved, where saved inputs are moved to the host."""
         self._outstanding = False
 
     def run(self, inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> Results:
@@ -187,7 +195,8 @@ class _StreamedLayer(torch.autograd.Function):
         ctx.call, ctx.parameters = call, parameters
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*given)
-        call.saved = engine.accounting.hold("saved inputs", call.arguments.tensors)
+        if call.moved is None:
+            call.saved = engine.accounting.hold("saved inputs", call.arguments.tensors)
         call.arguments.forget_tensors()
         call.outstanding(True)
         memory = {storage._cdata for tensor in inputs for storage in storages(tensor)}
@@ -203,19 +212,22 @@ class _StreamedLayer(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
         call: _Call = ctx.call
         engine, layer = call.engine, call.layer
-        given, parameters = ctx.saved_tensors, ctx.parameters
+        number, parameters = call.number_of_inputs, ctx.parameters
         nodes = [node for node, _ in ctx.next_functions][-len(parameters) :] if parameters else []
         wanted = [node is not None and will_accumulate(node, layer.name) for node in nodes]
-        inputs = [_leaf(tensor, needed) for tensor, needed in zip(given, ctx.needs_input_grad[1 : 1 + len(given)], strict=True)]
-        nothing = (None,) * (1 + len(given) + len(parameters))
-        if not any(wanted) and not any(tensor.requires_grad for tensor in inputs):
-            return nothing
+        needed = ctx.needs_input_grad[1 : 1 + number]
+        if not any(wanted) and not any(needed):
+            return (None,) * (1 + number + len(parameters))
+        inputs = [_leaf(tensor, needs) for tensor, needs in zip(ctx.saved_tensors, needed, strict=True)]
         if layer.stamp() != call.stamp:
             raise RuntimeError(
                 f"A parameter of streamed layer {layer.name!r} was written between its forward and its backward (by an optimizer step, "
                 "say). Backward runs the layer again and would use the new weights. Call backward() before the write, or run the forward "
                 "again after it."
             )
+        moved = None if call.moved is None else call.moved()
+        if moved is not None:
+            moved.ahead()
         engine.gradients.expect(engine.on_backward_end)
         for accumulator, want, parameter in zip(nodes, wanted, parameters, strict=True):
             if want and not has_hooks(parameter):
@@ -237,6 +249,8 @@ class _StreamedLayer(torch.autograd.Function):
         returned = {p: grad.to(p.device, p.dtype) for p, grad in arrived if has_hooks(p)}
         if call.saved is not None:
             call.saved.release()
+        if moved is not None:
+            moved.used()
         return (None, *[leaf.grad for leaf in inputs], *[returned.get(parameter) for parameter in parameters])
 
 

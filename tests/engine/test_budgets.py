@@ -44,6 +44,28 @@ def test_device_memory_grows_with_depth_by_the_saved_inputs_alone() -> None:
     assert deep_peak - shallow_peak == 28 * saved
 
 
+def test_with_saved_inputs_on_the_host_device_memory_does_not_grow_with_depth() -> None:
+    shallow, _, shallow_peak = run(layers=4, saved_inputs="host")
+    deep, _, deep_peak = run(layers=32, saved_inputs="host")
+    saved = 2 * 5 * 16 * 4
+    assert deep.accounting.peak_bytes == shallow.accounting.peak_bytes
+    assert deep.accounting.peak_bytes["saved inputs"] == 2 * saved  # of the layer that runs, and of the one before, on its way
+    assert deep_peak == shallow_peak
+
+
+@pytest.mark.parametrize(("option", "stay"), [("device", 8), ("host", 1), (1, 1), (2 * 640, 2), (5 * 640, 5), ("1MiB", 8)])
+def test_what_fits_the_budget_stays_and_the_rest_crosses_the_bus_once_each_way(option: int | str, stay: int) -> None:
+    layers, saved = 8, 2 * 5 * 16 * 4
+    plain, _, _ = run(layers)
+    engine, _, _ = run(layers, saved_inputs=option)
+    moved = (layers - stay) * saved
+    assert engine.accounting.bytes_to_host - plain.accounting.bytes_to_host == moved
+    assert engine.accounting.bytes_to_device - plain.accounting.bytes_to_device == moved
+    assert engine.saved_inputs.host_bytes == moved
+    assert engine.accounting.peak_bytes["saved inputs"] == min(stay + 1, layers) * saved
+    assert engine.accounting.inputs_waited_for == 0
+
+
 @pytest.mark.parametrize("slots", [2, 3, 4])
 def test_a_layer_is_loaded_twice_a_step_unless_it_is_still_in_a_slot(slots: int) -> None:
     layers = 6
