@@ -7,7 +7,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-Kind = Literal["slots", "resident", "buffers", "saved inputs", "gradients"]
+Kind = Literal["slots", "kept layers", "resident", "buffers", "saved inputs", "gradients"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 

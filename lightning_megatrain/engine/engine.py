@@ -19,6 +19,7 @@ from lightning_megatrain.engine.accounting import Accounting
 from lightning_megatrain.engine.device_buffers import DeviceBuffers
 from lightning_megatrain.engine.gradients import Gradients
 from lightning_megatrain.engine.host import Clock, HostLayer, Mode
+from lightning_megatrain.engine.kept_layers import DeviceBudget
 from lightning_megatrain.engine.lanes import lanes_of
 from lightning_megatrain.engine.layers import Layers, find_layers
 from lightning_megatrain.engine.passes import _STREAMED
@@ -64,6 +65,13 @@ class Engine:
             whatever the depth; or the bytes that may stay on the device (``20 << 30`` or ``"20GiB"``), beside those of one call on their
             way. The first layers' go to the host. They are brought back one layer ahead of backward, and the numbers are the same. Costs
             host memory for them, and the bus once each way, beside the layers' computation. Without meaning on the CPU.
+        device_memory: Device memory that training may use in all, as bytes (``20 << 30`` or ``"20GiB"``) or ``"auto"``, what is free after
+            the first optimizer step less a tenth of the device's. As many layers as fit beside that step's peak then keep their weights on
+            the device: loaded once a step instead of twice, or, with `trust_versions`, once an optimizer step, and never again when frozen.
+            The numbers are the same. None keeps none. Later steps must not need more than the first did. Without meaning on the CPU.
+        trust_versions: Weights are only ever written in ways that can be told (optimizers of torch's kind, in-place operations, new
+            storage, `weights_changed`), never through `.data`. Copies on the device then outlive steps and backwards.
+        tell: Called with what was decided while training, in one line.
         progress: Called with the bytes of each range of host memory that was page-locked.
 
     Raises:
@@ -82,10 +90,15 @@ class Engine:
         compute_dtype: torch.dtype | None = None,
         stream_casts: bool = True,
         saved_inputs: int | str = "device",
+        device_memory: int | str | None = None,
+        trust_versions: bool = False,
+        tell: Callable[[str], None] = lambda text: None,
         progress: Callable[[int], None] = lambda nbytes: None,
     ) -> None:
         self.device = torch.device(device)
         self.casts_streamed = stream_casts and compute_dtype is None
+        self.trust_versions = trust_versions
+        """Whether what the host can see tells of every write of a weight; may be set while training."""
         saved_inputs_budget = _saved_inputs_budget(saved_inputs)
         _check_materialized(module)
         found = find_layers(module, layers, resident)
@@ -98,8 +111,12 @@ class Engine:
         self._clock = Clock()
         self.accounting = Accounting()
         self._lanes = lanes_of(self.device)
-        if self._lanes.in_host_memory and saved_inputs != "device":
-            warnings.warn(f"saved_inputs={saved_inputs!r} is without meaning on the CPU, where the host is the device.", stacklevel=2)
+        if device_memory not in (None, "auto"):
+            parse_size(device_memory, "device_memory")
+        if self._lanes.in_host_memory:
+            for option, value, default in (("saved_inputs", saved_inputs, "device"), ("device_memory", device_memory, None)):
+                if value != default:
+                    warnings.warn(f"{option}={value!r} is without meaning on the CPU, where the host is the device.", stacklevel=2)
         self.exact = self._lanes.in_host_memory
         """Whether kernels repeat bit for bit."""
         locker = PAGE_LOCKERS.get(self.device.type)
@@ -120,6 +137,12 @@ class Engine:
         self._layers_of_parameter = {parameter: layer for layer in self.layers for parameter in layer.parameters}
         self.on_backward_end: list[Callable[[], None]] = [self._backward_ended]
         self._stream = Stream(self.layers, self._lanes, transfer, slots, self._clock, self.accounting)
+        self._device_budget = (
+            None if device_memory is None or self._lanes.in_host_memory else DeviceBudget(device_memory, self.device, self.accounting)
+        )
+        self.kept_layers = ""
+        """What was decided about layers that keep their weights on the device, in one line; empty before."""
+        self._stepped, self._tell = False, tell
         self.gradients = Gradients(self._lanes, self._make_staging, self.accounting)
         self.saved_inputs = SavedInputs(self._lanes, self.memory, self.accounting, saved_inputs_budget)
         self._residents = Residents(
@@ -198,7 +221,9 @@ class Engine:
             self.gradients.abandon()
             self._stream.abandon()
             self.saved_inputs.collect()
-        self._clock.tick()
+            if self._stepped and self._device_budget is not None and torch.is_grad_enabled():
+                self._keep_layers(self._device_budget)
+        self._may_have_been_written()
         self._residents.bind()
         self._stream.begin(torch.is_grad_enabled())
 
@@ -210,7 +235,19 @@ class Engine:
         self._settle()
         self._residents.write_back()
         self._residents.unbind()
-        self._clock.tick()
+        self._may_have_been_written()
+
+    def _may_have_been_written(self) -> None:
+        """Code we do not know has run, or will before we are asked again."""
+        if not self.trust_versions:
+            self._clock.tick()
+
+    def _keep_layers(self, budget: DeviceBudget) -> None:
+        """Once, at the first step after an optimizer's: all that a step needs has been on the device by then."""
+        self._device_budget = None
+        kept, self.kept_layers = budget.choose(self.layers)
+        self._stream.keep(kept)
+        self._tell(self.kept_layers)
 
     def _optimizer_stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         stepped = {parameter for group in optimizer.param_groups for parameter in group["params"]} & self._owned
@@ -218,7 +255,8 @@ class Engine:
             return
         for layer in {id(layer): layer for p in stepped if (layer := self._layers_of_parameter.get(p)) is not None}.values():
             layer.updates += 1
-        self._clock.tick()
+        self._stepped = True
+        self._may_have_been_written()
         self._residents.unbind()
 
     def _make_staging(self) -> list[Tensor]:

@@ -44,6 +44,8 @@ def report(engine: "Engine", optimizers: Iterable[Optimizer] = ()) -> str:
         f"moved: {_size(accounting.bytes_to_device)} to the device, {_size(accounting.bytes_to_host)} to the host; "
         f"{accounting.loads.total()} loads, {accounting.prefetch_misses} of them waited for",
     ]
+    if engine.kept_layers:
+        lines.append(engine.kept_layers)
     memory = engine.memory
     if memory.wanted_bytes:
         lines.append(f"page-locked: {_size(memory.locked_bytes)} of {_size(memory.wanted_bytes)}")

@@ -36,7 +36,8 @@ class Stream:
     """Brings layers' weights to the device, one layer ahead of the one that runs.
 
     The layer that comes next is guessed from what came next last time, and at first from the order of registration. A wrong guess costs a
-    load; nothing else depends on it.
+    load; nothing else depends on it. Layers that are kept have a slot each, which is loaded only when the host's weights may have changed;
+    what comes ahead is then the next layer that is not on the device.
 
     Order on an accelerator: a load waits until compute has released its slot; compute waits until the load is done; the host waits for all
     loads before code that may write weights runs.
@@ -47,6 +48,7 @@ class Stream:
     ) -> None:
         self._layers, self._lanes, self._transfer, self._clock, self._accounting = layers, lanes, transfer, clock, accounting
         self._slots = [Slot() for _ in range(slots)]
+        self._kept: dict[HostLayer, Slot] = {}
         self._next: dict[Use, Use] = {}
         self._last: Use | None = None
         self._first: dict[bool, Use] = {}
@@ -87,9 +89,17 @@ class Stream:
 
     def release(self, layer: HostLayer) -> None:
         """Says that everything that reads the layer's weights has been queued."""
-        slot = next(slot for slot in self._slots if slot.layer is layer and slot.users)
+        slot = next(slot for slot in (*self._kept.values(), *self._slots) if slot.layer is layer and slot.users)
         slot.users -= 1
         slot.released = self._lanes.compute.record()
+
+    def keep(self, layers: Sequence[HostLayer]) -> None:
+        """Gives each of `layers` a slot of its own, of the size of its weights as they travel now."""
+        for layer in layers:
+            slot = self._kept[layer] = Slot(self._lanes.allocate(layer.nbytes))
+            assert slot.buffer is not None
+            slot.holding = self._accounting.hold("kept layers", [slot.buffer])
+            slot.released = self._lanes.compute.record()
 
     def settle(self) -> None:
         """Waits until every load asked for has read the host's weights; code we do not know may write them next."""
@@ -99,13 +109,14 @@ class Stream:
 
     def abandon(self) -> None:
         """Frees slots that a failed step left in use."""
-        for slot in self._slots:
+        for slot in (*self._kept.values(), *self._slots):
             slot.users = 0
 
     def close(self) -> None:
         """Gives up the slots' memory once nothing queued uses it."""
         self.settle()
         self._slots = [Slot() for _ in self._slots]
+        self._kept.clear()
 
     def _guess(self, use: Use) -> Use | None:
         known = self._next.get(use)
@@ -119,17 +130,30 @@ class Stream:
 
     def _slot_of(self, layer: HostLayer) -> Slot | None:
         made = (self._clock.now, layer.layout, layer.stamp())
-        return next((slot for slot in self._slots if slot.layer is layer and slot.made == made), None)
+        return next((slot for slot in (*self._kept.values(), *self._slots) if slot.layer is layer and slot.made == made), None)
+
+    def _own_slot(self, layer: HostLayer) -> Slot | None:
+        """The slot of a kept layer, unless it is in use with other weights, or too small: in evaluation dtypes may be others."""
+        slot = self._kept.get(layer)
+        return slot if slot is not None and slot.buffer is not None and not slot.users and slot.buffer.nbytes >= layer.nbytes else None
 
     def _load_ahead(self, use: Use | None) -> None:
-        if use is None:
-            return
-        layer = self._layers[use[0]]
-        if self._slot_of(layer) is None and any(not slot.users for slot in self._slots):
-            self._load(layer)
+        """Sends for the weights of `use`, or where they are kept and good, of the next layer of which that is not so."""
+        for _ in self._layers:
+            if use is None:
+                return
+            layer = self._layers[use[0]]
+            if self._slot_of(layer) is None:
+                if self._own_slot(layer) is not None or any(not slot.users for slot in self._slots):
+                    self._load(layer)
+                return
+            if layer not in self._kept:
+                return
+            use = self._guess(use)
 
     def _load(self, layer: HostLayer) -> Slot:
-        free = [slot for slot in self._slots if not slot.users]
+        own = self._own_slot(layer)
+        free = [slot for slot in self._slots if not slot.users] if own is None else [own]
         if not free:
             names = ", ".join(slot.layer.name for slot in self._slots if slot.layer)
             raise RuntimeError(
@@ -145,7 +169,7 @@ class Stream:
             slot.weights = sources
         else:
             with torch.inference_mode(False):  # what is made in inference mode could not be used in training
-                slot.weights = layer.views(self._room(slot))
+                slot.weights = layer.views(self._room(slot) if own is None or own.buffer is None else own.buffer)
             assert slot.released is not None
             self._lanes.weights.wait(slot.released, "slot released")
             for weight, source in zip(slot.weights, sources, strict=True):

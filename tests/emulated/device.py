@@ -21,6 +21,7 @@ class EmulatedDevice:
         self.owners_seen: set[str] = set()
         self.without_wait: str | None = None
         self.without_owner: str | None = None
+        self.total_bytes = 1 << 30
 
     @property
     def live_bytes(self) -> int:
@@ -122,6 +123,9 @@ class _Module(_DummyBackendModule):
 
     def max_memory_allocated(self, device: object = None) -> int:
         return DEVICE.peak_bytes
+
+    def mem_get_info(self, device: object = None) -> tuple[int, int]:
+        return DEVICE.total_bytes - DEVICE.live_bytes, DEVICE.total_bytes
 
     def reset_peak_memory_stats(self, device: object = None) -> None:
         DEVICE.reset_counters()

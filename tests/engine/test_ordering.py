@@ -143,7 +143,8 @@ def test_every_order_that_the_lanes_allow_gives_the_same_numbers(run: str, polic
 
 @pytest.mark.parametrize("reason", sorted(WAITS | SAVED_INPUTS_WAITS))
 def test_without_one_wait_a_number_is_wrong(reason: str) -> None:
-    assert any(not right(run, policy, without_wait=reason)[0] for run in RUNS for policy in POLICIES)
+    runs = [run for run in RUNS if "saved inputs" in run or reason not in SAVED_INPUTS_WAITS]
+    assert any(not right(run, policy, without_wait=reason)[0] for run in runs for policy in POLICIES)
 
 
 @pytest.mark.parametrize("reason", sorted(OWNERS))

@@ -1,5 +1,6 @@
 """Options that trade device memory for host memory or for the bus leave every number as it is."""
 
+import logging
 from typing import Any
 
 import pytest
@@ -37,3 +38,19 @@ def test_what_is_no_size_is_refused(place: Place) -> None:
 def test_on_the_cpu_saved_inputs_are_where_they_lie() -> None:
     with streamed("cpu", saved_inputs="host") as make, pytest.warns(UserWarning, match="saved_inputs='host' is without meaning on the CPU"):
         make(max_epochs=1).fit(Subject(), batches())
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("device_memory", ["1MiB", "auto"])
+def test_layers_that_keep_their_weights_on_the_device(device_memory: str, precision: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="lightning.pytorch")
+
+    def run(make: MakeTrainer) -> Any:
+        model, record = Subject(), Recorder()
+        make(max_epochs=2, accumulate_grad_batches=2, precision=precision, callbacks=[record]).fit(model, batches(5), batches(2))
+        return record.everything(model)
+
+    assert_same(run, "emu", device_memory=device_memory)
+    said = [record.getMessage() for record in caplog.records if record.getMessage().startswith("device_memory")]
+    assert len(said) == 1
+    assert said[0].startswith(f"device_memory='{device_memory}': 3 of 3 layers keep their weights on the device, ")
