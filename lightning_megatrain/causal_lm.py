@@ -11,7 +11,6 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch.optim.lr_scheduler import LambdaLR
@@ -19,12 +18,13 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from typing_extensions import override
 
 from lightning_megatrain.datamodules.packing import IGNORED
+from lightning_megatrain.evaluation import Evaluation, perplexity
 from lightning_megatrain.hugging_face_models import build_model, import_class, import_peft, load_config
-from lightning_megatrain.model_ops.hugging_face import base_of
 from lightning_megatrain.packing_check import check_packing
+from lightning_megatrain.sampling import sample_text
 from lightning_megatrain.schedules import Schedule, share_of_peak
-from lightning_megatrain.sliced_loss import run_sliced
-from lightning_megatrain.token_losses import token_losses, tokens_without_padding
+from lightning_megatrain.sliced_loss import LossSlices
+from lightning_megatrain.token_losses import tokens_without_padding
 from lightning_megatrain.token_slices import slice_tokens
 from lightning_megatrain.token_window import TokenWindow
 
@@ -106,12 +106,12 @@ class CausalLM(L.LightningModule):
         self.model: PreTrainedModel | None = None
         """The Hugging Face model (under peft's wrapper with `lora`), once :meth:`configure_model` has run."""
         self.window = TokenWindow()
-        self._evaluated: dict[int, torch.Tensor] = {}  # loader -> (loss sum, label tokens), float64
+        self._evaluation = Evaluation()
         self._clock: float | None = None
         self._seconds = 0.0  # of the window so far
         self._tokens = [0, 0]  # of the window so far: without padding, with a label
         self._packing_checked = False
-        self._slices_checked = self._slices_refused = False
+        self._loss_slices = LossSlices(loss_slice)
 
     @override
     def configure_model(self) -> None:
@@ -208,7 +208,7 @@ class CausalLM(L.LightningModule):
     @override
     def on_validation_start(self) -> None:
         self._clock = None
-        self._evaluated.clear()
+        self._evaluation = Evaluation()
 
     @override
     def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
@@ -216,11 +216,11 @@ class CausalLM(L.LightningModule):
 
     @override
     def on_validation_epoch_end(self) -> None:
-        self._log_evaluation("val")
+        self._evaluation.log(self, "val", self._mean_over_processes)
 
     @override
     def on_test_start(self) -> None:
-        self._evaluated.clear()
+        self._evaluation = Evaluation()
 
     @override
     def test_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
@@ -228,14 +228,13 @@ class CausalLM(L.LightningModule):
 
     @override
     def on_test_epoch_end(self) -> None:
-        self._log_evaluation("test")
+        self._evaluation.log(self, "test", self._mean_over_processes)
 
     @override
     def predict_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> dict[str, torch.Tensor]:
         """Score a batch: the loss sum (B,) FP32 and the label tokens (B,) int64 of each row."""
         return {"loss": self.token_losses(batch).sum(1), "tokens": (batch["labels"][:, 1:] != IGNORED).sum(1)}
 
-    @torch.no_grad()
     def generate(self, prompt: str, tokenizer: PreTrainedTokenizerBase, max_new_tokens: int = 100, seed: int = 0, **options: Any) -> str:
         """Continue a text, after training or between two steps. The global random state is left as it was.
 
@@ -251,21 +250,7 @@ class CausalLM(L.LightningModule):
         """
         self.configure_model()
         assert self.model is not None
-        start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
-        ids = tokenizer(prompt, add_special_tokens=False)["input_ids"] if prompt else [start]
-        input_ids = torch.tensor([ids], device=self.device)
-        settings = {"do_sample": True, "pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, **options}
-        training = self.model.training
-        self.model.eval()
-        try:
-            with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
-                torch.manual_seed(seed)
-                output = self.model.generate(
-                    input_ids=input_ids, attention_mask=torch.ones_like(input_ids), max_new_tokens=max_new_tokens, **settings
-                )
-        finally:
-            self.model.train(training)
-        return str(tokenizer.decode(output[0], skip_special_tokens=True))
+        return sample_text(self.model, self.device, prompt, tokenizer, max_new_tokens, seed, **options)
 
     def _run(self, batch: Batch) -> Any:
         assert self.model is not None, "configure_model() builds the model; the Trainer calls it, or call it yourself."
@@ -275,22 +260,8 @@ class CausalLM(L.LightningModule):
 
     def _run_to_losses(self, batch: Batch) -> tuple[Any, torch.Tensor]:
         """The model's output, without logits where they are made in slices, and each token's loss (B, T - 1)."""
-        labels, tokens = batch["labels"], self.hparams["loss_slice"]
         assert self.model is not None
-        if tokens is not None and labels.numel() > tokens and not self._slices_refused:
-            strategy = getattr(self._trainer, "strategy", None)
-            try:
-                result = run_sliced(self.model, lambda: self._run(batch), labels, tokens, strategy, check=not self._slices_checked)
-                self._slices_checked = True
-                return result
-            except NotImplementedError as reason:
-                self._slices_refused = True
-                rank_zero_warn(
-                    f"{type(base_of(self.model)).__name__} makes logits of all {labels.numel()} tokens at once, in spite of "
-                    f"loss_slice={tokens}: {reason}. loss_slice=None says that this is meant; smaller micro-batches need less memory."
-                )
-        outputs = self._run(batch)
-        return outputs, token_losses(outputs.logits, labels)
+        return self._loss_slices.run(self.model, lambda: self._run(batch), batch["labels"], getattr(self._trainer, "strategy", None))
 
     def _mean_over_processes(self, totals: torch.Tensor) -> list[float]:
         if self.trainer.world_size > 1:
@@ -320,28 +291,11 @@ class CausalLM(L.LightningModule):
                 f"micro-batches is {IGNORED}. Look at the data's `labels`."
             )
         self.log("train_loss", self.window.mean_loss, prog_bar=True)
-        self.log("train_perplexity", _perplexity(self.window.mean_loss))
+        self.log("train_perplexity", perplexity(self.window.mean_loss))
 
     def _evaluate(self, batch: Batch, dataloader_idx: int) -> None:
         self._check_packing(batch)
-        totals = torch.stack([self.token_losses(batch).double().sum(), (batch["labels"][:, 1:] != IGNORED).sum().double()])
-        self._evaluated[dataloader_idx] = self._evaluated.get(dataloader_idx, 0) + totals.cpu()
-
-    def _log_evaluation(self, stage: str) -> None:
-        names = getattr(getattr(self.trainer, "datamodule", None), "domain_names", [])
-        overall = torch.zeros(2, dtype=torch.float64)
-        for index, totals in sorted(self._evaluated.items()):
-            loss_sum, count = self._mean_over_processes(totals.to(self.device))
-            overall += torch.tensor([loss_sum, count])
-            if count and (names or len(self._evaluated) > 1):
-                self._log_loss(stage, "/" + (names[index] if index < len(names) else str(index)), loss_sum / count)
-        if overall[1]:
-            self._log_loss(stage, "", float(overall[0] / overall[1]))
-
-    def _log_loss(self, stage: str, suffix: str, loss: float) -> None:
-        self.log(f"{stage}_loss{suffix}", loss)
-        # On the progress bar each domain where there are few, else the mixture.
-        self.log(f"{stage}_perplexity{suffix}", _perplexity(loss), prog_bar=bool(suffix) == (1 < len(self._evaluated) <= 4))
+        self._evaluation.add(dataloader_idx, self.token_losses(batch), batch["labels"][:, 1:] != IGNORED)
 
     def _rate(self, step: int) -> float:
         # The number of steps is asked for only while training: before, it would build the loaders early, and Lightning would lose their
@@ -358,10 +312,3 @@ class CausalLM(L.LightningModule):
         self._packing_checked = True
         assert self.model is not None
         check_packing(self.model, self._run, self.device, rounding=1e-3 if self.trainer.precision == "32-true" else 2e-2)
-
-
-def _perplexity(loss: float) -> float:
-    try:
-        return math.exp(loss)
-    except OverflowError:
-        return math.inf

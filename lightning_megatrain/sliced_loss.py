@@ -13,52 +13,70 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lightning_megatrain.datamodules.packing import IGNORED
 from lightning_megatrain.model_ops.hugging_face import base_of
 from lightning_megatrain.slices import over_slices
+from lightning_megatrain.token_losses import token_losses
 
 _SEEN = 2  # tokens of a row that the model's own head gets to see while its hidden states are kept
 
 
-def run_sliced(
-    model: PreTrainedModel, run: Callable[[], Any], labels: Tensor, tokens: int, strategy: Strategy | None, check: bool
-) -> tuple[Any, Tensor]:
-    """Run a model whose logits shall not exist whole, and compute the losses from its last hidden states.
+class LossSlices:
+    """The way from a model's call to the loss of each token, over slices where there are more tokens than fit one.
 
     Args:
-        model: A Hugging Face causal LM, or peft's wrapper around one.
-        run: Calls it.
-        labels: (B, T) int64.
-        tokens: Tokens in a slice.
-        strategy: The Trainer's.
-        check: Compare, for two tokens a row, the logits computed here with those of the model itself. Waits for the device.
-
-    Returns:
-        The model's output, without logits, and the losses of :func:`sliced_losses`.
-
-    Raises:
-        NotImplementedError: The way from hidden states to logits is not known, or the strategy shards the head's weight. The message is
-            the reason.
+        tokens: Tokens of a slice; None for all at once.
     """
-    if strategy is not None and not isinstance(strategy, SingleDeviceStrategy | DDPStrategy):
-        raise NotImplementedError(
-            f"under {type(strategy).__name__} the weight of the output embedding cannot be used outside of its module"
-        )
-    head, given = Head.of(model), list[Tensor]()
-    with head.apart(given, loud=64.0 if check else 1.0):  # loud, so that a soft cap on logits shows
-        outputs = run()
-    if check:
-        if len(given) != 2 or given[0].shape[:-1] != labels.shape:
-            raise NotImplementedError("it does not call its output embedding once on all hidden states")
-        with torch.no_grad():
-            own = head.logits(given[1], *head.weights)
-        if own.shape != outputs.logits.shape or not torch.equal(own.float(), outputs.logits.float()):
-            raise NotImplementedError("it does more between hidden states and logits than its config and attributes tell")
-    outputs.logits = None
-    return outputs, sliced_losses(head, given[0], labels, tokens)
+
+    def __init__(self, tokens: int | None) -> None:
+        self._tokens = tokens
+        self._checked = self._refused = False
+
+    def run(self, model: PreTrainedModel, call: Callable[[], Any], labels: Tensor, strategy: Strategy | None) -> tuple[Any, Tensor]:
+        """Return a model's output and the cross-entropy of each next token, (B, T - 1) FP32, zero where the label is `-100`.
+
+        A model that cannot be sliced is named in a warning, once, and runs whole. The first sliced run waits for the device.
+
+        Args:
+            model: A Hugging Face causal LM, or peft's wrapper around one.
+            call: Calls it.
+            labels: (B, T) int64.
+            strategy: The Trainer's.
+        """
+        if self._tokens is not None and labels.numel() > self._tokens and not self._refused:
+            try:
+                return self._sliced(model, call, labels, self._tokens, strategy)
+            except NotImplementedError as reason:
+                self._refused = True
+                rank_zero_warn(
+                    f"{type(base_of(model)).__name__} makes logits of all {labels.numel()} tokens at once, in spite of "
+                    f"loss_slice={self._tokens}: {reason}. loss_slice=None says that this is meant; smaller micro-batches need less memory."
+                )
+        outputs = call()
+        return outputs, token_losses(outputs.logits, labels)
+
+    def _sliced(
+        self, model: PreTrainedModel, call: Callable[[], Any], labels: Tensor, tokens: int, strategy: Strategy | None
+    ) -> tuple[Any, Tensor]:
+        if strategy is not None and not isinstance(strategy, SingleDeviceStrategy | DDPStrategy):
+            raise NotImplementedError(f"under {type(strategy).__name__} the head's weight is there in its own forward only")
+        head, given = Head.of(model), list[Tensor]()
+        with head.apart(given, loud=1.0 if self._checked else 64.0):  # loud, so that a soft cap on logits shows
+            outputs = call()
+        if not self._checked:
+            if len(given) != 2 or given[0].shape[:-1] != labels.shape:
+                raise NotImplementedError("it does not call its output embedding once on all hidden states")
+            with torch.no_grad():
+                own = head.logits(given[1], *head.weights)
+            if own.shape != outputs.logits.shape or not torch.equal(own.float(), outputs.logits.float()):
+                raise NotImplementedError("it does more between hidden states and logits than its config and attributes tell")
+            self._checked = True
+        outputs.logits = None
+        return outputs, sliced_losses(head, given[0], labels, tokens)
 
 
 def sliced_losses(head: Head, hidden: Tensor, labels: Tensor, tokens: int) -> Tensor:

@@ -21,7 +21,7 @@ _LINEAR = (nn.Linear, Conv1D)
 
 
 def slice_tokens(model: nn.Module, tokens: int) -> None:
-    """Make the MLPs and norms of a Hugging Face model's decoder layers work on `tokens` tokens at a time.
+    """Make the norms of a Hugging Face model and the MLPs of its decoder layers work on `tokens` tokens at a time.
 
     Each keeps its input alone and runs once more, slice by slice, in the backward that follows: in that of the recompute, where layers are
     streamed. Results are those of the whole; gradients of weights are summed over slices, in FP32.
@@ -48,8 +48,9 @@ def slice_tokens(model: nn.Module, tokens: int) -> None:
             )
         if reason := _unfit(mlps[0]):
             raise ValueError(f"token_slice={tokens}: the {type(mlps[0]).__name__} of layer {name!r} {reason}, or leave token_slice out.")
-        for module in (*mlps, *filter(_is_norm, layer.modules())):
-            _patch(module, tokens)
+        _patch(mlps[0], tokens)
+    for module in filter(_is_norm, model.modules()):
+        _patch(module, tokens)
 
 
 def _unfit(mlp: nn.Module) -> str | None:

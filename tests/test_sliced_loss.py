@@ -13,7 +13,7 @@ from lightning_megatrain.callbacks import ReweightingPolicy
 from lightning_megatrain.causal_lm import CausalLM
 from lightning_megatrain.datamodules import DynamicLoader
 from lightning_megatrain.datamodules.packing import IGNORED, pad_batch
-from lightning_megatrain.sliced_loss import Head, sliced_losses
+from lightning_megatrain.sliced_loss import Head, LossSlices, sliced_losses
 from tests.emulated import DEVICE, EmulatedAccelerator, emulated_device
 from tests.test_causal_lm import LENGTHS, LLAMA, SGD, fit, loader, make_model, make_rows, make_trainer
 
@@ -94,14 +94,14 @@ def test_under_autocast_gradients_of_slices_are_summed_in_fp32():
     for name in whole:
         assert gradients[name].dtype is torch.float32
         error, whole_error = ((found[name] - exact[name]).norm() / exact[name].norm() for found in (gradients, whole))
-        assert error < 1.1 * whole_error + 1e-6, name  # no worse than BF16 itself
+        assert error < 1.2 * whole_error + 1e-6, name  # each rounded to BF16 once or twice; summed in BF16 it would be 2
 
 
 def test_a_batch_that_fits_a_slice_runs_whole(monkeypatch):
     def never(*_, **__):
         raise AssertionError("sliced")
 
-    monkeypatch.setattr("lightning_megatrain.causal_lm.run_sliced", never)
+    monkeypatch.setattr("lightning_megatrain.sliced_loss.sliced_losses", never)
     batch = batch_of()
     make_model(LLAMA, loss_slice=batch["labels"].numel()).token_losses(batch)
     with pytest.raises(AssertionError, match="sliced"):
@@ -204,7 +204,7 @@ def test_what_cannot_be_sliced_runs_whole_and_is_named(break_model, reason):
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)  # said once
         assert torch.equal(module.token_losses(batch), losses)
-    module.hparams["loss_slice"] = None
+    module._loss_slices = LossSlices(None)
     assert torch.equal(module.token_losses(batch), losses)
 
 
