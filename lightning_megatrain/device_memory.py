@@ -45,25 +45,21 @@ def device_peak_bytes(
     layer_weights = attention_weights + mlp_weights + 2 * width
     embedding = vocabulary * width
     weights = 2 * layer_weights + (embedding if config.tie_word_embeddings else 2 * embedding) + width  # two slots, and what is resident
-    # Gradients on their way to the host: of the layer before; where inputs stay, the last layer's backward has the most, and the head's.
-    # Tied weights wait for the embedding's.
-    leaving = max(layer_weights, embedding) if saved_inputs == "host" else embedding
-    if config.tie_word_embeddings:
-        leaving = embedding + (layer_weights if saved_inputs == "host" else 0)
-
     hidden, query, key = tokens * width, tokens * queries, tokens * keys
-    saved = hidden * (min(layers, 2) if saved_inputs == "host" else layers)
+    kept = min(layers, 2) if saved_inputs == "host" else layers
+    # While backward is `done` layers from the end: inputs of the layers to come, and gradients of two layers on their way to the host.
+    around = max(min(kept, layers - done) * hidden + min(done, 2) * layer_weights for done in range(layers))
     rotary = 2 * tokens * head
-    exact = tokens * (4 * config.num_attention_heads + 4 + 8 * 4)  # log-sum-exps and losses in FP32; ids, labels twice, positions
+    exact = tokens * (4 * config.num_attention_heads + 4 + 6 * 8)  # log-sum-exps and losses in FP32; ids, labels, positions
 
-    # What else lives: h after attention, both norms' outputs, the layer's output; queries and keys as rotated, values, attention's output;
-    # gradients of the layer's output, and of what is being computed.
-    slice_ = min(token_slice, tokens)
-    in_mlp = 6 * hidden + 2 * query + 2 * key + 6 * slice_ * inner + width * inner + leaving
-    in_mlp_sums = 4 * mlp_weights  # FP32
-    in_attention = 4 * hidden + 4 * query + 4 * key + mlp_weights + width * queries + leaving
-    layer = (saved + weights + rotary) * size + exact + max(in_mlp * size + in_mlp_sums, in_attention * size)
+    # In both: the first norm's output, the layer's output, its gradient, that of the hidden states between attention and MLP; queries, keys
+    # and values; what attention returned. Resident gradients (here the head's) leave when backward ends.
+    in_layer = around + 4 * hidden + 2 * query + 2 * key + rotary + weights + embedding
+    # The hidden states between, the second norm's output; of a slice: gate, up, their product and gradients of them.
+    in_mlp = (2 * hidden + 6 * min(token_slice, tokens) * inner + width * inner) * size + 4 * mlp_weights  # sums of gradients in FP32
+    in_attention = (2 * query + 2 * key + mlp_weights + width * queries) * size  # gradients
+    layer = in_layer * size + exact + max(in_mlp, in_attention)
 
-    logits = min(loss_slice, tokens) * vocabulary  # log-probabilities and two gradients of them in FP32, or the logits' and the head's
-    in_loss = (saved + weights + rotary + 3 * hidden) * size + exact + 4 * embedding
+    logits = min(loss_slice, tokens) * vocabulary  # log-probabilities and two gradients of them in FP32; or logits and the head's gradient
+    in_loss = (kept * hidden + 3 * hidden + rotary + weights) * size + exact + 4 * embedding
     return max(layer, in_loss + max(12 * logits, (4 + size) * logits + size * embedding))

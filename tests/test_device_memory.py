@@ -1,0 +1,102 @@
+"""The formula for device memory against the emulated accelerator's own count, and at 512 k tokens."""
+
+import lightning as L
+import pytest
+import torch
+from torch.utils.data import DataLoader
+from transformers import AutoConfig
+
+from lightning_megatrain.causal_lm import CausalLM
+from lightning_megatrain.device_memory import device_peak_bytes
+from lightning_megatrain.strategy import MegaTrainStrategy
+from tests.emulated import EmulatedAccelerator, emulated_device
+
+
+def llama(width, inner, layers, heads, kv_heads, vocabulary, model_type="llama"):
+    return {
+        "model_type": model_type,
+        "hidden_size": width,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": 1 << 20,
+        "tie_word_embeddings": False,
+    }
+
+
+def measured(fields, tokens, token_slice, loss_slice, saved_inputs="host"):
+    """The device's own count of its peak in a second step."""
+
+    class CountSecond(L.Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            device.reset_counters()
+
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, fields["vocab_size"], (2, tokens), generator=generator)
+    torch.manual_seed(0)
+    module = CausalLM(
+        fields,
+        attn_implementation="sdpa",
+        optimizer="torch.optim.SGD",
+        schedule="constant",
+        loss_slice=loss_slice,
+        token_slice=token_slice,
+    )
+    with emulated_device() as device:
+        L.Trainer(
+            accelerator=EmulatedAccelerator(),
+            strategy=MegaTrainStrategy(saved_inputs=saved_inputs),
+            precision="bf16-true",
+            max_steps=2,
+            callbacks=[CountSecond()],
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        ).fit(module, DataLoader([{"input_ids": row, "labels": row.clone()} for row in ids], batch_size=1))
+        return device.peak_bytes
+
+
+# Each with another part as its peak.
+SIZES = {
+    "attention": (llama(64, 64, 4, 4, 4, 128), 768, 64, 64),
+    "attention of grouped heads": (llama(128, 128, 3, 8, 4, 128), 512, 64, 64),
+    "mlp": (llama(64, 384, 5, 4, 1, 128), 512, 128, 64),
+    "loss": (llama(64, 96, 3, 2, 2, 2048), 512, 64, 256),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("peak_in", SIZES)
+def test_the_formula_is_what_a_device_counts(peak_in):
+    fields, tokens, token_slice, loss_slice = SIZES[peak_in]
+    formula = device_peak_bytes(AutoConfig.for_model(**fields), tokens, token_slice=token_slice, loss_slice=loss_slice)
+    assert formula == pytest.approx(measured(fields, tokens, token_slice, loss_slice), rel=0.02)
+
+
+@pytest.mark.long
+def test_inputs_that_stay_on_the_device_add_one_for_each_layer():
+    fields = llama(64, 64, 4, 4, 4, 128)
+    formula = device_peak_bytes(AutoConfig.for_model(**fields), 512, token_slice=64, loss_slice=64, saved_inputs="device")
+    assert formula == pytest.approx(measured(fields, 512, 64, 64, "device"), rel=0.02)
+
+
+SEVEN_BILLION = {
+    "Llama-2-7B": llama(4096, 11008, 32, 32, 32, 32000),  # keys as wide as queries: the most memory of these
+    "Llama-3-8B": llama(4096, 14336, 32, 32, 8, 128256),
+    "Qwen2.5-7B": llama(3584, 18944, 28, 28, 4, 152064, "qwen2"),
+}
+
+
+@pytest.mark.parametrize("name", SEVEN_BILLION)
+def test_seven_billion_parameters_at_half_a_million_tokens_fit_in_80_gb(name):
+    config = AutoConfig.for_model(**SEVEN_BILLION[name])
+    tokens = 524288
+    peak = device_peak_bytes(config, tokens, token_slice=4096, loss_slice=4096)
+    grouped = config.num_key_value_heads < config.num_attention_heads
+    kernel = tokens * config.hidden_size * 4 * (2 if grouped else 1)  # what CUDA's flash attention takes besides
+    assert peak + kernel <= 80e9
+    whole = device_peak_bytes(config, tokens, token_slice=tokens, loss_slice=4096)
+    assert whole > 80e9, "the MLP of all tokens at once would not fit"
