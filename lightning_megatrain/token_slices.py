@@ -95,5 +95,5 @@ def _patch(module: nn.Module, tokens: int) -> None:
         return out.view(*hidden.shape[:-1], -1)
 
     forward.__name__ = "forward"  # a bound method is pickled by its name, and becomes the class's own again
-    module.forward = MethodType(forward, module)  # type: ignore[method-assign]
+    module.forward = MethodType(forward, module)
     module.token_slice = tokens  # type: ignore[assignment]

@@ -6,6 +6,7 @@ import warnings
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.strategies import FSDPStrategy
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -222,6 +223,14 @@ def _call_head_twice(model):
         return plain(*args, **kwargs)
 
     model.forward = twice
+
+
+def test_under_a_strategy_that_shards_weights_logits_are_whole():
+    module, batch = make_model(loss_slice=5), batch_of()
+    sharded = FSDPStrategy.__new__(FSDPStrategy)
+    with pytest.warns(UserWarning, match="under FSDPStrategy the head's weight is there in its own forward only"):
+        outputs, _ = LossSlices(5).run(module.model, lambda: module._run(batch), batch["labels"], sharded)
+    assert outputs.logits.shape == (*batch["labels"].shape, 300)
 
 
 def test_a_double_backward_is_refused():
