@@ -1,5 +1,7 @@
 """The formula for device memory against the emulated accelerator's own count, and at 512 k tokens."""
 
+import re
+
 import lightning as L
 import pytest
 import torch
@@ -100,3 +102,13 @@ def test_seven_billion_parameters_at_half_a_million_tokens_fit_in_80_gb(name):
     assert peak + kernel <= 80e9
     whole = device_peak_bytes(config, tokens, token_slice=tokens, loss_slice=4096)
     assert whole > 80e9, "the MLP of all tokens at once would not fit"
+
+
+def test_the_page_shows_what_the_formula_gives(repository, capsys):
+    text = (repository / "docs" / "long_context.md").read_text()
+    (program,) = re.findall(r"^```python\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE)
+    exec(compile(program, "long_context.md", "exec"), {})
+    assert f"# {float(capsys.readouterr().out):.1f} GB" in program
+    for name in ("Qwen2.5-7B", "Llama-3-8B", "Llama-2-7B"):
+        peak = device_peak_bytes(AutoConfig.for_model(**SEVEN_BILLION[name]), 524288, token_slice=4096, loss_slice=4096)
+        assert f"{peak / 1e9:.0f} GB for {name}" in text
