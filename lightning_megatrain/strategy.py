@@ -50,8 +50,7 @@ class MegaTrainStrategy(SingleDeviceStrategy):
             True). Half the bytes over the bus and in the slots, with the same result; costs 2 bytes of host memory for each such parameter.
         saved_inputs: Where layers keep their inputs for backward: ``"device"`` (default); ``"host"``, which leaves those of two layers on
             the device whatever the depth; or the bytes that may stay there (``"20GiB"``, or an int), the first layers' going to the host.
-            The numbers are the same. Costs as much page-locked host memory, and the bus once each way beside the layers' computation; a
-            layer of 1,000 units or more computes longer than its input takes.
+            The numbers are the same. Costs as much page-locked host memory, and the bus once each way beside the layers' computation.
         device_memory: Device memory that training may use in all: ``"20GiB"``, an int of bytes, or ``"auto"``, what is free after the first
             optimizer step less a tenth of the device's. As many layers as fit beside that step's peak keep their weights on the device,
             and are loaded once instead of twice a micro-batch, or less often where nothing can have changed them. The numbers are the

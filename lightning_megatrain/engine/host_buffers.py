@@ -23,6 +23,8 @@ class HostBuffers:
         self._free: list[Tensor] = []
         self.nbytes = 0
         """Bytes of all buffers, in use and free."""
+        self.unlocked_bytes = 0
+        """Bytes of those that the system refused to page-lock."""
 
     def take(self, nbytes: int) -> Tensor:
         """Returns a flat uint8 buffer of at least `nbytes`."""
@@ -30,13 +32,18 @@ class HostBuffers:
         if not fitting and self._free:
             self._before_giving_up()
             largest = self._free.pop(max(range(len(self._free)), key=lambda index: self._free[index].nbytes))
-            self.nbytes -= largest.nbytes
+            self._count(largest, -1)
             self._memory.free(largest)
         if not fitting:
-            self.nbytes += nbytes
-            return self._memory.allocate(nbytes)
+            made = self._memory.allocate(nbytes)
+            self._count(made, 1)
+            return made
         smallest = min(fitting, key=lambda buffer: buffer.nbytes)
         return self._free.pop(next(index for index, buffer in enumerate(self._free) if buffer is smallest))
+
+    def _count(self, buffer: Tensor, sign: int) -> None:
+        self.nbytes += sign * buffer.nbytes
+        self.unlocked_bytes += 0 if self._memory.holds(buffer) else sign * buffer.nbytes
 
     def give(self, buffer: Tensor) -> None:
         """Takes a buffer back."""

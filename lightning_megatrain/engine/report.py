@@ -59,6 +59,11 @@ def report(engine: "Engine", optimizers: Iterable[Optimizer] = ()) -> str:
             )
             + " Raise the limit with `ulimit -l unlimited` (in a container: --ulimit memlock=-1)."
         )
+    if engine.saved_inputs.unlocked_bytes:
+        lines.append(
+            f"  {_size(engine.saved_inputs.unlocked_bytes)} of saved inputs lie in memory that the system refused to page-lock: the device "
+            "waits for their copies."
+        )
     return "\n".join(lines)
 
 

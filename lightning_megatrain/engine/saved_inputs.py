@@ -58,7 +58,13 @@ class SavedCall:
     """What one call of a layer keeps for backward. Autograd owns it, through the tensors it saved, and frees it when it frees those."""
 
     def __init__(self, inputs: "SavedInputs", number: int, layer: str, saved: Sequence[_Saved], before: "ref[SavedCall] | None") -> None:
-        self.inputs, self.number, self.layer, self.saved, self.before = inputs, number, layer, saved, before
+        self.inputs, self.number, self.layer, self.before = inputs, number, layer, before
+        self._by_index = saved
+        self.saved = list(dict.fromkeys(saved))
+        """Each once: two arguments may be one tensor, as a tensor and its detached self are."""
+        for one in self.saved:
+            one.newest_call = number
+            one.calls_to_come += 1
         self.done = False
         """Whether a backward has used it; a second one may follow."""
 
@@ -68,7 +74,7 @@ class SavedCall:
         Raises:
             RuntimeError: It was written in place after the layer ran, while it was on the device.
         """
-        saved = self.saved[index]
+        saved = self._by_index[index]
         if saved.on_device is None:
             self.inputs.bring_back([saved])
             self.inputs.accounting.inputs_waited_for += 1
@@ -129,6 +135,11 @@ class SavedInputs:
         """Host bytes of all buffers, in use and free."""
         return self._buffers.nbytes
 
+    @property
+    def unlocked_bytes(self) -> int:
+        """Host bytes of those that the system refused to page-lock."""
+        return self._buffers.unlocked_bytes
+
     @contextmanager
     def saving(self, layer: str, tensors: Sequence[Tensor], counted: int) -> Iterator[SavedCall]:
         """Lets autograd save `tensors` here, and moves older ones while the layer runs.
@@ -139,7 +150,7 @@ class SavedInputs:
             counted: How many of them, from the first, are the call's inputs; those after are held by others anyway.
         """
         number = next(self._numbers)
-        saved = [self._save(tensor, number, index < counted) for index, tensor in enumerate(tensors)]
+        saved = [self._save(tensor, index < counted) for index, tensor in enumerate(tensors)]
         call = SavedCall(self, number, layer, saved, self._last)
         leaving = self._over_budget()
         self._last = ref(call)
@@ -196,7 +207,7 @@ class SavedInputs:
         self.collect()
         self._buffers.close()
 
-    def _save(self, tensor: Tensor, call: int, counted: bool) -> _Saved:
+    def _save(self, tensor: Tensor, counted: bool) -> _Saved:
         movable = counted and self._movable(tensor)
         key = (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype) if movable else None
         saved = self._known.get((key, tensor._version)) if movable else None
@@ -205,8 +216,6 @@ class SavedInputs:
             saved = _Saved(self, tensor, movable, holding)
             if movable:
                 self._known[key, tensor._version] = saved
-        saved.newest_call = call
-        saved.calls_to_come += 1
         return saved
 
     def _movable(self, tensor: Tensor) -> bool:
@@ -239,10 +248,11 @@ class SavedInputs:
         if not leaving:
             return None
         self.collect()
+        buffers = [self._buffers.take(saved.nbytes) for saved in leaving]
         self.lanes.gradients.wait(self.lanes.compute.record(), "saved inputs computed")
-        for saved in leaving:
+        for saved, buffer in zip(leaving, buffers, strict=True):
             assert saved.on_device is not None
-            saved.buffer = self._buffers.take(saved.nbytes)
+            saved.buffer = buffer
             self.lanes.gradients.copy(saved.flat(saved.buffer), saved.on_device.as_strided((saved.shape.numel(),), (1,)))
             self.accounting.bytes_to_host += saved.nbytes
         copied = self._last_copies["out"] = self.lanes.gradients.record()

@@ -12,6 +12,9 @@ from lightning_megatrain.engine.host import Clock, HostLayer, Stamp
 from lightning_megatrain.engine.lanes import Event, Lanes
 from lightning_megatrain.engine.transfer import HostToDevice
 
+_REACH = 8
+"""Layers that are looked through for the next one to send: each look reads a stamp, and a load needs no longer start than that."""
+
 Phase = Literal["forward", "backward", "inference"]
 Use = tuple[int, Phase]
 
@@ -139,7 +142,7 @@ class Stream:
 
     def _load_ahead(self, use: Use | None) -> None:
         """Sends for the weights of `use`, or where they are kept and good, of the next layer of which that is not so."""
-        for _ in self._layers:
+        for _ in range(_REACH):
             if use is None:
                 return
             layer = self._layers[use[0]]

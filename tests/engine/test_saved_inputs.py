@@ -1,5 +1,6 @@
 """Saved inputs moved to the host: the same numbers, whatever becomes of the inputs and of the graph."""
 
+import functools
 import gc
 from typing import Any
 
@@ -84,6 +85,11 @@ class Kinds(nn.Module):
             hidden = layer(hidden)
         return hidden
 
+    def with_itself_detached(self, hidden: Tensor) -> Tensor:
+        for layer in [*self.first, *self.second]:
+            hidden = layer(hidden, hidden.detach())
+        return hidden
+
     def cut_between(self, hidden: Tensor) -> Tensor:
         loss = hidden.sum()
         for layer in [*self.first, *self.second]:
@@ -92,7 +98,16 @@ class Kinds(nn.Module):
         return loss
 
 
-KINDS = ("encoder and decoder", "skips", "views", "views with gaps", "transposed", "a layer used twice", "cut between")
+KINDS = (
+    "encoder and decoder",
+    "skips",
+    "views",
+    "views with gaps",
+    "transposed",
+    "a layer used twice",
+    "with itself detached",
+    "cut between",
+)
 
 
 def gradients(kind: str, **options: Any) -> tuple[list[Tensor], Engine]:
@@ -137,6 +152,7 @@ def test_what_several_layers_are_given_moves_at_most_once() -> None:
     assert moved("skips") == 5 * INPUT
     # a hidden state and a part, but the newest call's
     assert moved("views") == 2 * 5 * INPUT
+    assert moved("with itself detached") == 5 * INPUT
     # the parts cannot be copied without their gaps, and stay
     assert moved("views with gaps") == 5 * INPUT
 
@@ -352,6 +368,18 @@ def test_the_report_counts_the_host_buffers() -> None:
             loss_of(model, tokens(device="emu")).backward()
             (row,) = [line.split() for line in report(engine).splitlines() if line.startswith("  saved inputs")][:1]
     assert row[2:4] == ["5.0", "KiB"]
+
+
+def test_the_report_says_what_could_not_be_locked(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for limit in (None, 0):
+        monkeypatch.setitem(pinning.PAGE_LOCKERS, "emu", functools.partial(PageLocks, limit))
+        with emulated_device():
+            model = Tower(layers=9)
+            with Engine(model, "emu", saved_inputs="host") as engine:
+                loss_of(model, tokens(device="emu")).backward()
+                found.append("5.0 KiB of saved inputs lie in memory that the system refused to page-lock" in report(engine))
+    assert found == [False, True]
 
 
 GOOD: dict[int | str, int] = {1: 1, 20 << 30: 20 << 30, "20GiB": 20 << 30, "20 GB": 20 * 10**9, "1.5 mib": 3 << 19, "64": 64, " 8b ": 8}

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,7 +36,7 @@ class Parity:
                 )
         return trace
 
-    def check(self, case: Case, policy: str = "lazy", **strategy: int) -> None:
+    def check(self, case: Case, policy: str = "lazy", **strategy: Any) -> None:
         """Trains plain and streamed and raises AssertionError where they part.
 
         Args:
