@@ -124,9 +124,9 @@ def _encode(u: Update, here: slice, blocks: slice, m: Tensor, v: Tensor) -> None
         u.exp_avg[here], u.exp_avg_sq[here] = m, v
         return
     noise = moments.random_bits(u.seed, here.start, here.stop)
-    low, high = noise & 0xFFFF, (noise >> 16) & 0xFFFF
     if u.exp_avg_scale is None or u.exp_avg_sq_scale is None:
-        u.exp_avg[here], u.exp_avg_sq[here] = moments.encode_bf16(m, low), moments.encode_bf16(v, high)
+        u.exp_avg[here] = moments.encode_bf16(m, noise & 0xFFFF)
+        u.exp_avg_sq[here] = moments.encode_bf16(v, (noise >> 16) & 0xFFFF)
         return
-    u.exp_avg[here], u.exp_avg_scale[blocks] = moments.encode_m(m, low)
-    u.exp_avg_sq[here], u.exp_avg_sq_scale[blocks] = moments.encode_v(v, high)
+    u.exp_avg[here], u.exp_avg_scale[blocks] = moments.encode_m(m, noise & 0xFFFFF)
+    u.exp_avg_sq[here], u.exp_avg_sq_scale[blocks] = moments.encode_v(v, (noise >> 12) & 0xFFFFF)

@@ -3,8 +3,8 @@
  * A step is a list of tensors. It is cut into pieces of PIECE elements; every calling thread takes pieces from one shared counter until
  * none are left. Elements never meet, so the result does not depend on how many threads call.
  *
- * The common forms are one loop. The others take BLOCK elements at a time: decoded to FP32, updated, and encoded back while they lie in
- * the first-level cache.
+ * Work goes in blocks, in loops whose forms are constants for the common cases. The others, and the last elements of a tensor, are staged:
+ * copied into a block of FP32 weights and gradients in the first-level cache, updated there, and copied back.
  *
  * The arithmetic is defined operation by operation in IEEE single precision (build with -ffp-contract=off, without -ffast-math), so all
  * clones, all compilers, and arithmetic.py (the same steps in torch) agree bit for bit. No Python or torch headers are needed.
@@ -13,9 +13,18 @@
 #include <stdint.h>
 #include <string.h>
 
+#if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "pairs are read with the first element in the low half"
+#endif
+
 #define BLOCK 256           /* elements that share one scale in 8-bit moments */
 #define PIECE ((int64_t)1 << 18)
 #define INLINE static inline __attribute__((always_inline))
+#if defined(__clang__) /* no array of a step overlaps another */
+#define INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
+#else
+#define INDEPENDENT _Pragma("GCC ivdep")
+#endif
 
 #if defined(__x86_64__) && defined(__GLIBC__) && !defined(NO_CLONES)
 #define CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
@@ -47,224 +56,281 @@ struct tensor {
 
 INLINE float as_float(uint32_t bits) { float f; memcpy(&f, &bits, 4); return f; }
 INLINE uint32_t as_bits(float f) { uint32_t b; memcpy(&b, &f, 4); return b; }
+INLINE uint32_t number_bits(float f) { return f != f ? 0x7fc00000u : as_bits(f); } /* so that no NaN wraps round when it is rounded */
+INLINE float with_sign(float sign, float positive) { return (int32_t)as_bits(sign) < 0 ? -positive : positive; }
+INLINE uint32_t larger(uint32_t a, uint32_t b) { return a > b ? a : b; }
 
-/* 32 random bits from the element's index: a hash, so that they do not depend on the order of work. */
-INLINE uint32_t random_bits(uint32_t seed, uint32_t index) {
+/* ---- values: in BF16, and exact in two halves: fp32 bits = (bf16 bits << 16) + low ---- */
+
+INLINE uint32_t nearest_bf16(float f) { /* in the upper half; ties to even, as torch's cast */
+    uint32_t b = number_bits(f);
+    return b + 0x7fffu + ((b >> 16) & 1);
+}
+
+INLINE uint32_t high_half(float f) { return number_bits(f) + 0x8000u; } /* in the upper half; ties away from zero */
+
+INLINE float exact(uint32_t high, int32_t low) {
+    /* A weight that someone zeroed beside us (a pruning mask) may keep a negative low half; zero minus something would read as NaN. */
+    uint32_t sum = high + (uint32_t)low;
+    return as_float((int32_t)(sum ^ high) < 0 ? high : sum);
+}
+
+INLINE float load(int form, const void *values, const uint16_t *low, int64_t i) {
+    if (form == FP32) return ((const float *)values)[i];
+    uint32_t high = (uint32_t)((const uint16_t *)values)[i] << 16;
+    return form == SPLIT ? exact(high, (int16_t)low[i]) : as_float(high);
+}
+
+INLINE void store(int form, void *values, uint16_t *low, int64_t i, float f) {
+    if (form == FP32) {
+        ((float *)values)[i] = f;
+    } else if (form == SPLIT) {
+        low[i] = (uint16_t)number_bits(f);
+        ((uint16_t *)values)[i] = (uint16_t)(high_half(f) >> 16);
+    } else {
+        ((uint16_t *)values)[i] = (uint16_t)(nearest_bf16(f) >> 16);
+    }
+}
+
+/* The same for neighbours 2j and 2j + 1 in one word, which comes apart by a shift and a mask, without moves between vector lanes. */
+typedef uint32_t two_of_16 __attribute__((aligned(2), may_alias));
+typedef uint16_t two_of_8 __attribute__((aligned(1), may_alias));
+struct pair { float first, second; };
+
+INLINE uint32_t upper_halves(uint32_t first, uint32_t second) { return first >> 16 | (second & 0xffff0000u); }
+
+INLINE struct pair load_pair(int form, const void *values, const uint16_t *low, int64_t j) {
+    if (form == FP32) return (struct pair){((const float *)values)[2 * j], ((const float *)values)[2 * j + 1]};
+    uint32_t both = ((const two_of_16 *)values)[j], first = both << 16, second = both & 0xffff0000u;
+    if (form == BF16) return (struct pair){as_float(first), as_float(second)};
+    uint32_t lows = ((const two_of_16 *)low)[j];
+    return (struct pair){exact(first, (int32_t)(lows << 16) >> 16), exact(second, (int32_t)lows >> 16)};
+}
+
+INLINE void store_pair(int form, void *values, uint16_t *low, int64_t j, struct pair f) {
+    if (form == FP32) {
+        ((float *)values)[2 * j] = f.first;
+        ((float *)values)[2 * j + 1] = f.second;
+    } else if (form == SPLIT) {
+        ((two_of_16 *)low)[j] = (number_bits(f.first) & 0xffffu) | number_bits(f.second) << 16;
+        ((two_of_16 *)values)[j] = upper_halves(high_half(f.first), high_half(f.second));
+    } else {
+        ((two_of_16 *)values)[j] = upper_halves(nearest_bf16(f.first), nearest_bf16(f.second));
+    }
+}
+
+/* ---- 8-bit moments: the top bits of the float 1 + x, x = moment / unit, with the moment's sign, as telephones code sound. Three bits
+ * follow the leading one, so codes lie 6 to 12 % apart, and evenly below the unit. m: sign and 4 bits of exponent; v: 5. The unit is
+ * scale 2^-16 and scale 2^-32, the scale a power of two that makes the largest of the block fit. ---- */
+
+#define ONE 0x3f800000u
+#define UNIT_M 0x1p-16f
+#define UNIT_V 0x1p-32f
+
+INLINE float block_scale(uint32_t most) { /* most: bits of the largest magnitude; as integers NaN > inf > finite, so none is lost */
+    uint32_t b = as_bits(as_float(most) * 0x1.12p0f) & 0x7fffffffu;
+    if (b >= 0x7f000000u) return as_float(0x7fc00000u); /* not finite, or its power of two is not */
+    float scale = as_float((b + 0x7fffffu) & 0x7f800000u);
+    return scale > 0x1p-90f ? scale : 0x1p-90f;
+}
+
+/* 1 + x is a BF16 number. */
+INLINE uint16_t expand_m(int8_t code) { return (uint16_t)((((uint32_t)code << 4) & 0x87f0u) + (ONE >> 16)); }
+INLINE uint16_t expand_v(uint8_t code) { return (uint16_t)(((uint32_t)code << 4) + (ONE >> 16)); }
+INLINE float decode(float expanded, float unit) { return (expanded - with_sign(expanded, 1.0f)) * unit; }
+
+/* Of the two codes around a value one is drawn, so that the value is right on average. `noise` has ONE subtracted. */
+INLINE uint32_t encode_m(float m, float per_unit, uint32_t noise) {
+    float x = m * per_unit;
+    uint32_t drawn = as_bits(x + with_sign(x, 1.0f)) + noise;
+    return (drawn >> 20 & 0x7fu) | (drawn >> 24 & 0x80u);
+}
+
+INLINE uint32_t encode_v(float v, float per_unit, uint32_t noise) {
+    int32_t drawn = (int32_t)(as_bits(v * per_unit + 1.0f) + noise);
+    return (uint32_t)(drawn > 1 << 20 ? drawn : 1 << 20) >> 20; /* never zero: it is divided by */
+}
+
+/* ---- noise for stochastic rounding. Element i's 32 random bits are place[i % BLOCK] ^ block[i / BLOCK], both hashes: they do not depend
+ * on the order of work, cost one operation, and any two elements' are independent, which is all that a mean and a variance need. BF16
+ * takes 16 of them for m and the other 16 for v; INT8 takes 20 each, of which the last 8 of v's are the first of m's. ---- */
+
+struct noise { uint32_t m[2][BLOCK / 2], v[2][BLOCK / 2]; }; /* of all first, of all second neighbours of a block */
+
+INLINE uint32_t noise_m(int form, uint32_t bits) { return bits & (form == BF16 ? 0xffffu : 0xfffffu); }
+INLINE uint32_t noise_v(int form, uint32_t bits) { return bits >> (form == BF16 ? 16 : 12); }
+
+INLINE uint32_t hash(uint32_t seed, uint32_t index) {
     uint32_t x = index ^ seed;
     x ^= x >> 16; x *= 0x7feb352du;
     x ^= x >> 15; x *= 0x846ca68bu;
     return x ^ (x >> 16);
 }
 
-/* ---- BF16 ---- */
-
-INLINE uint16_t nearest_bf16(float f) { /* ties to even, as torch's cast */
-    uint32_t b = as_bits(f), rounded = (b + 0x7fffu + ((b >> 16) & 1)) >> 16;
-    return (uint16_t)((b & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
-}
-
-INLINE uint16_t stochastic_bf16(float f, uint32_t noise16) {
-    uint32_t b = as_bits(f);
-    return (uint16_t)((b & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : (b + noise16) >> 16);
-}
-
-/* ---- exact masters in two halves: fp32 bits = (bf16 bits << 16) + low, in 16-bit steps that vectorize twice as wide ---- */
-
-INLINE float join(uint16_t high, uint16_t low) {
-    /* A weight that someone zeroed beside us (a pruning mask) may keep a negative low half; zero minus something would read as NaN. */
-    uint16_t negative = (uint16_t)((int16_t)low >> 15), zero = (high & 0x7fffu) == 0 ? 0xffffu : 0;
-    uint16_t h = (uint16_t)(high + (negative & ~zero)), l = (uint16_t)(low & ~(negative & zero));
-    return as_float(((uint32_t)h << 16) | l);
-}
-
-INLINE uint16_t high_half(float f) {
-    uint16_t h = (uint16_t)(as_bits(f) >> 16), round_up = (uint16_t)((as_bits(f) >> 15) & 1);
-    return (uint16_t)(h + ((h & 0x7fffu) == 0x7fffu ? 0 : round_up)); /* a NaN must not wrap round to zero */
-}
-
-INLINE uint16_t low_half(float f) { return (uint16_t)as_bits(f); }
-
-/* ---- 8-bit moments: m = scale (c/128)^2 with c's sign, v = scale (c/256)^4; scales are powers of two ---- */
-
-INLINE float block_scale(int n, const float *restrict x, float headroom, float least) {
-    uint32_t most = 0;
-    for (int i = 0; i < n; i++) {
-        uint32_t b = as_bits(x[i]) & 0x7fffffffu; /* as integers NaN > inf > finite: none is lost */
-        most = b > most ? b : most;
-    }
-    uint32_t b = as_bits(as_float(most) * headroom) & 0x7fffffffu;
-    if (b >= 0x7f000000u) return as_float(0x7fc00000u); /* not finite, or its power of two is not */
-    float scale = as_float((b + 0x7fffffu) & 0x7f800000u);
-    return scale > least ? scale : least;
-}
-
-INLINE void decode_m(int n, float *restrict m, const int8_t *restrict code, float scale) {
-    const float unit = scale * 0x1p-14f;
-    for (int i = 0; i < n; i++) {
-        float c = (float)code[i];
-        m[i] = c * fabsf(c) * unit;
-    }
-}
-
-INLINE void decode_v(int n, float *restrict v, const uint8_t *restrict code, float scale) {
-    const float unit = scale * 0x1p-32f;
-    for (int i = 0; i < n; i++) {
-        float c = (float)code[i], square = c * c;
-        v[i] = square * square * unit;
-    }
-}
-
-/* Of the two codes around a value one is drawn, so that the value is right on average. */
-INLINE float encode_m(int n, int8_t *restrict code, const float *restrict m, const uint32_t *restrict noise) {
-    const float scale = block_scale(n, m, 0x1.041p0f, 0x1p-100f);
-    if (!(scale < INFINITY)) { memset(code, 1, (size_t)n); return scale; }
-    const float to_code = 0x1p14f / scale;
-    for (int i = 0; i < n; i++) {
-        float y = fabsf(m[i]) * to_code, q = (float)(int32_t)sqrtf(y);
-        float u = (float)(int32_t)(noise[i] & 0xffffu) * 0x1p-16f;
-        int32_t c = (int32_t)q + (q * q + u * (q + q + 1.0f) < y);
-        c = c > 127 ? 127 : c;
-        code[i] = (int8_t)((int32_t)as_bits(m[i]) < 0 ? -c : c);
-    }
-    return scale;
-}
-
-INLINE float encode_v(int n, uint8_t *restrict code, const float *restrict v, const uint32_t *restrict noise) {
-    const float scale = block_scale(n, v, 0x1.041p0f, 0x1p-90f);
-    if (!(scale < INFINITY)) { memset(code, 1, (size_t)n); return scale; }
-    const float to_code = 0x1p32f / scale;
-    for (int i = 0; i < n; i++) {
-        float y = v[i] * to_code, q = (float)(int32_t)sqrtf(sqrtf(y)), q1 = q + 1.0f;
-        float lower = (q * q) * (q * q), upper = (q1 * q1) * (q1 * q1);
-        float u = (float)(int32_t)(noise[i] >> 16) * 0x1p-16f;
-        int32_t c = (int32_t)q + (lower + u * (upper - lower) < y);
-        int32_t least = v[i] > 0.0f; /* what is not zero must not become zero: it is divided by */
-        c = c > 255 ? 255 : c < least ? least : c;
-        code[i] = (uint8_t)c;
-    }
-    return scale;
-}
-
-/* ---- the update ---- */
+/* ---- the update; forms are constants where these are inlined ---- */
 
 struct moments { float m, v; };
 
 INLINE struct moments average(const struct scalars *k, float g, float m, float v) {
-    m = m + (g - m) * k->one_minus_beta1;
-    v = v * k->beta2 + g * g * k->one_minus_beta2;
+    m = m + (g * k->grad_scale - m) * k->one_minus_beta1;
+    v = v * k->beta2 + (g * k->grad_scale) * (g * k->grad_scale) * k->one_minus_beta2;
     return (struct moments){m, v};
 }
 
-INLINE float descend(const struct scalars *k, float p, float m, float v) {
-    return p * k->keep - k->step_size * (m / (sqrtf(v) * k->inv_sqrt_correction2 + k->eps));
-}
+INLINE float direction(const struct scalars *k, float m, float v) { return m / (sqrtf(v) * k->inv_sqrt_correction2 + k->eps); }
+INLINE float descend(const struct scalars *k, float p, float direction) { return p * k->keep - k->step_size * direction; }
 
-INLINE float load(int form, const void *restrict values, const uint16_t *restrict low, int64_t i) {
-    if (form == FP32) return ((const float *)values)[i];
-    uint16_t half = ((const uint16_t *)values)[i];
-    return form == SPLIT ? join(half, low[i]) : as_float((uint32_t)half << 16);
-}
-
-INLINE void store(int form, void *restrict values, uint16_t *restrict low, int64_t i, float f) {
-    if (form == FP32) {
-        ((float *)values)[i] = f;
-    } else if (form == SPLIT) {
-        low[i] = low_half(f);
-        ((uint16_t *)values)[i] = high_half(f);
-    } else {
-        ((uint16_t *)values)[i] = nearest_bf16(f);
-    }
-}
-
-/* The common cases, FP32 moments and decoupled decay, in one loop; the forms are constants where this is inlined. */
-INLINE void step_fused(const struct tensor *tensor, int64_t begin, int64_t end, int param_form, int grad_form, int has_copy) {
+/* Elements o to o + BLOCK with FP32 moments: one loop, at the memory's speed. */
+INLINE void step_fp32(const struct tensor *tensor, int64_t o, int param_form, int grad_form, int has_copy, int has_max) {
     const struct tensor copied = *tensor, *t = &copied; /* so that no store can alias a constant */
-    void *restrict param = t->param;
-    const void *restrict grad = t->grad;
-    float *restrict m = t->m, *restrict v = t->v;
-    uint16_t *restrict low = t->low, *restrict copy = t->copy;
-    for (int64_t i = begin; i < end; i++) {
-        float p = load(param_form, param, low, i);
-        struct moments now = average(&t->scalars, load(grad_form, grad, 0, i) * t->scalars.grad_scale, m[i], v[i]);
-        p = descend(&t->scalars, p, now.m, now.v);
+    const struct scalars *k = &t->scalars;
+    float *m = t->m, *v = t->v;
+    INDEPENDENT for (int64_t i = o; i < o + BLOCK; i++) {
+        struct moments now = average(k, load(grad_form, t->grad, 0, i), m[i], v[i]);
         m[i] = now.m;
         v[i] = now.v;
-        store(param_form, param, low, i, p);
-        if (has_copy) copy[i] = nearest_bf16(p);
+        if (has_max) now.v = t->v_max[i] = now.v <= t->v_max[i] ? t->v_max[i] : now.v;
+        float p = descend(k, load(param_form, t->param, t->low, i), direction(k, now.m, now.v));
+        store(param_form, t->param, t->low, i, p);
+        if (has_copy) store(BF16, t->copy, 0, i, p);
     }
 }
 
-/* Every case: BLOCK elements are decoded, updated and encoded in loops of their own. */
-INLINE void step_block(const struct tensor *tensor, int64_t o, int n) {
-    const struct tensor copied = *tensor, *t = &copied;
-    float p[BLOCK], g[BLOCK], m[BLOCK], v[BLOCK];
-    uint32_t noise[BLOCK];
-    const int64_t block = o / BLOCK;
+#define EACH_PAIR INDEPENDENT for (int j = 0; j < BLOCK / 2; j++)
+#define FETCH_NEXT(array, form) \
+    for (int b = 0; b < BLOCK * bytes(form); b += 64) __builtin_prefetch((const char *)(array) + (o + BLOCK) * bytes(form) + b)
 
+INLINE int bytes(int form) { return form == FP32 ? 4 : form == INT8 ? 1 : 2; }
+
+/* The same with moments in BF16 or INT8, which arithmetic bounds: in pairs, and in loops short enough for the processor to look ahead. The
+ * encoding runs beside root and quotient, which keep only the divider busy. */
+INLINE void step_small(const struct tensor *tensor, int64_t o, int param_form, int grad_form, int has_copy, int moment_form,
+                       const struct noise *noise, uint32_t key) {
+    const struct tensor copied = *tensor, *t = &copied;
+    const struct scalars *k = &t->scalars;
+    const uint32_t key_m = noise_m(moment_form, key), key_v = noise_v(moment_form, key);
+    two_of_16 *m16 = (two_of_16 *)t->m + o / 2, *v16 = (two_of_16 *)t->v + o / 2;
+    two_of_8 *m8 = (two_of_8 *)t->m + o / 2, *v8 = (two_of_8 *)t->v + o / 2;
+    float m[2][BLOCK / 2], v[2][BLOCK / 2], way[2][BLOCK / 2]; /* first and second neighbours */
+    /* of INT8 only: */
+    two_of_16 expanded_m[BLOCK / 2], expanded_v[BLOCK / 2];
+    uint32_t codes_m[BLOCK / 2], codes_v[BLOCK / 2], most_m = 0, most_v = 0;
+    float unit_m = 0, unit_v = 0, per_unit_m = 0, per_unit_v = 0;
+
+    FETCH_NEXT(t->m, moment_form);
+    FETCH_NEXT(t->v, moment_form);
+    if (moment_form == INT8) {
+        unit_m = t->m_scale[o / BLOCK] * UNIT_M, unit_v = t->v_scale[o / BLOCK] * UNIT_V;
+        INDEPENDENT for (int i = 0; i < BLOCK; i++) {
+            ((uint16_t *)expanded_m)[i] = expand_m(((int8_t *)m8)[i]);
+            ((uint16_t *)expanded_v)[i] = expand_v(((uint8_t *)v8)[i]);
+        }
+        m16 = expanded_m, v16 = expanded_v;
+    }
+    FETCH_NEXT(t->grad, grad_form);
+    EACH_PAIR {
+        struct pair g = load_pair(grad_form, t->grad, 0, o / 2 + j), old_m = load_pair(BF16, m16, 0, j), old_v = load_pair(BF16, v16, 0, j);
+        if (moment_form == INT8) {
+            old_m = (struct pair){decode(old_m.first, unit_m), decode(old_m.second, unit_m)};
+            old_v = (struct pair){decode(old_v.first, unit_v), decode(old_v.second, unit_v)};
+        }
+        struct moments a = average(k, g.first, old_m.first, old_v.first), b = average(k, g.second, old_m.second, old_v.second);
+        m[0][j] = a.m, m[1][j] = b.m, v[0][j] = a.v, v[1][j] = b.v;
+        most_m = larger(larger(most_m, as_bits(a.m) & 0x7fffffffu), as_bits(b.m) & 0x7fffffffu);
+        most_v = larger(larger(most_v, as_bits(a.v)), as_bits(b.v)); /* never below zero */
+    }
+    if (moment_form == INT8) {
+        per_unit_m = 1.0f / ((t->m_scale[o / BLOCK] = block_scale(most_m)) * UNIT_M);
+        per_unit_v = 1.0f / ((t->v_scale[o / BLOCK] = block_scale(most_v)) * UNIT_V);
+    }
+    FETCH_NEXT(t->param, param_form);
+    if (param_form == SPLIT) FETCH_NEXT(t->low, BF16);
+    EACH_PAIR {
+        const float m0 = m[0][j], m1 = m[1][j], v0 = v[0][j], v1 = v[1][j];
+        const uint32_t for_m0 = noise->m[0][j] ^ key_m, for_m1 = noise->m[1][j] ^ key_m;
+        const uint32_t for_v0 = noise->v[0][j] ^ key_v, for_v1 = noise->v[1][j] ^ key_v;
+        way[0][j] = direction(k, m0, v0), way[1][j] = direction(k, m1, v1);
+        if (moment_form == BF16) {
+            m16[j] = upper_halves(number_bits(m0) + for_m0, number_bits(m1) + for_m1);
+            v16[j] = upper_halves(number_bits(v0) + for_v0, number_bits(v1) + for_v1);
+        } else {
+            codes_m[j] = encode_m(m0, per_unit_m, for_m0) | encode_m(m1, per_unit_m, for_m1) << 8;
+            codes_v[j] = encode_v(v0, per_unit_v, for_v0) | encode_v(v1, per_unit_v, for_v1) << 8;
+        }
+    }
+    EACH_PAIR {
+        struct pair p = load_pair(param_form, t->param, t->low, o / 2 + j);
+        p = (struct pair){descend(k, p.first, way[0][j]), descend(k, p.second, way[1][j])};
+        store_pair(param_form, t->param, t->low, o / 2 + j, p);
+        if (has_copy) store_pair(BF16, t->copy, 0, o / 2 + j, p);
+    }
+    if (moment_form == INT8) {
+        EACH_PAIR m8[j] = (uint16_t)codes_m[j], v8[j] = (uint16_t)codes_v[j];
+        if (!(per_unit_m > 0.0f)) memset(m8, 1, BLOCK); /* not finite: decodes to NaN as a whole */
+        if (!(per_unit_v > 0.0f)) memset(v8, 1, BLOCK);
+    }
+}
+
+/* Whole blocks from begin to end, of a common form. The first is number `block` of its tensor. */
+CLONES static void step_common(const struct tensor *t, int64_t begin, int64_t end, uint32_t block) {
+    const uint32_t key = hash(t->seed, BLOCK), less = t->moment_form == INT8 ? ONE : 0;
+    struct noise noise;
+    if (t->moment_form != FP32) {
+        for (uint32_t i = 0; i < BLOCK; i++) {
+            noise.m[i & 1][i / 2] = noise_m(t->moment_form, hash(t->seed, i)) - less;
+            noise.v[i & 1][i / 2] = noise_v(t->moment_form, hash(t->seed, i)) - less;
+        }
+    }
+#define BLOCKS for (int64_t o = begin; o < end; o += BLOCK, block++)
+#define STEP(param, grad, has_copy)                                                                                 \
+    if (t->moment_form == FP32) BLOCKS step_fp32(t, o, param, grad, has_copy, 0);                                   \
+    else if (t->moment_form == BF16) BLOCKS step_small(t, o, param, grad, has_copy, BF16, &noise, hash(key, block)); \
+    else BLOCKS step_small(t, o, param, grad, has_copy, INT8, &noise, hash(key, block))
+    const int split = t->param_form == SPLIT, half = t->grad_form == BF16;
+    if (t->v_max) { BLOCKS step_fp32(t, o, FP32, FP32, 0, 1); }
+    else if (split && half) { STEP(SPLIT, BF16, 0); }
+    else if (split) { STEP(SPLIT, FP32, 0); }
+    else if (t->copy && half) { STEP(FP32, BF16, 1); }
+    else if (t->copy) { STEP(FP32, FP32, 1); }
+    else if (half) { STEP(FP32, BF16, 0); }
+    else { STEP(FP32, FP32, 0); }
+}
+
+/* n elements from o, at most a block, of any form. */
+CLONES static void step_staged(const struct tensor *t, int64_t o, int n) {
+    float p[BLOCK] = {0}, g[BLOCK] = {0}, m[BLOCK] = {0}, v[BLOCK] = {0}, v_max[BLOCK] = {0};
+    struct tensor staged = *t;
+    staged.param = p, staged.grad = g, staged.m = m, staged.v = v, staged.copy = 0;
+    staged.param_form = staged.grad_form = FP32;
+    if (t->moment_form == INT8) staged.m_scale = t->m_scale + o / BLOCK, staged.v_scale = t->v_scale + o / BLOCK;
+    staged.scalars.grad_scale = 1.0f;
+    const int64_t from = o * bytes(t->moment_form), size = n * bytes(t->moment_form);
 #define EACH for (int i = 0; i < n; i++)
     if (t->param_form == FP32) EACH p[i] = load(FP32, t->param, 0, o + i);
     else if (t->param_form == SPLIT) EACH p[i] = load(SPLIT, t->param, t->low, o + i);
     else EACH p[i] = load(BF16, t->param, 0, o + i);
     if (t->grad_form == FP32) EACH g[i] = load(FP32, t->grad, 0, o + i) * t->scalars.grad_scale;
     else EACH g[i] = load(BF16, t->grad, 0, o + i) * t->scalars.grad_scale;
-    if (t->moment_form == INT8) {
-        decode_m(n, m, (const int8_t *)t->m + o, t->m_scale[block]);
-        decode_v(n, v, (const uint8_t *)t->v + o, t->v_scale[block]);
-    } else if (t->moment_form == BF16) {
-        EACH m[i] = load(BF16, t->m, 0, o + i);
-        EACH v[i] = load(BF16, t->v, 0, o + i);
-    } else {
-        EACH m[i] = load(FP32, t->m, 0, o + i);
-        EACH v[i] = load(FP32, t->v, 0, o + i);
-    }
-
     if (t->scalars.l2 != 0.0f) EACH g[i] = g[i] + p[i] * t->scalars.l2;
-    EACH {
-        struct moments now = average(&t->scalars, g[i], m[i], v[i]);
-        m[i] = now.m;
-        v[i] = now.v;
-    }
-    if (t->v_max) {
-        float *restrict most = t->v_max + o;
-        EACH most[i] = v[i] <= most[i] ? most[i] : v[i];
-        EACH p[i] = descend(&t->scalars, p[i], m[i], most[i]);
-    } else {
-        EACH p[i] = descend(&t->scalars, p[i], m[i], v[i]);
-    }
+    memcpy(m, (char *)t->m + from, size), memcpy(v, (char *)t->v + from, size);
+    if (t->v_max) staged.v_max = memcpy(v_max, t->v_max + o, n * sizeof(float));
+
+    step_common(&staged, 0, BLOCK, (uint32_t)(o / BLOCK));
 
     if (t->param_form == FP32) EACH store(FP32, t->param, 0, o + i, p[i]);
     else if (t->param_form == SPLIT) EACH store(SPLIT, t->param, t->low, o + i, p[i]);
     else EACH store(BF16, t->param, 0, o + i, p[i]);
     if (t->copy) EACH store(BF16, t->copy, 0, o + i, p[i]);
-    if (t->moment_form == FP32) {
-        EACH store(FP32, t->m, 0, o + i, m[i]);
-        EACH store(FP32, t->v, 0, o + i, v[i]);
-        return;
-    }
-    EACH noise[i] = random_bits(t->seed, (uint32_t)(o + i));
-    if (t->moment_form == INT8) {
-        t->m_scale[block] = encode_m(n, (int8_t *)t->m + o, m, noise);
-        t->v_scale[block] = encode_v(n, (uint8_t *)t->v + o, v, noise);
-    } else {
-        uint16_t *restrict m16 = (uint16_t *)t->m + o, *restrict v16 = (uint16_t *)t->v + o;
-        EACH m16[i] = stochastic_bf16(m[i], noise[i] & 0xffffu);
-        EACH v16[i] = stochastic_bf16(v[i], noise[i] >> 16);
-    }
+    memcpy((char *)t->m + from, m, size), memcpy((char *)t->v + from, v, size);
+    if (t->v_max) memcpy(t->v_max + o, v_max, n * sizeof(float));
 #undef EACH
 }
 
-CLONES static void step_range(const struct tensor *t, int64_t begin, int64_t end) {
-    if (t->moment_form == FP32 && !t->v_max && t->scalars.l2 == 0.0f && t->param_form != BF16) {
-        const int split = t->param_form == SPLIT, half = t->grad_form == BF16;
-        if (split && half) step_fused(t, begin, end, SPLIT, BF16, 0);
-        else if (split) step_fused(t, begin, end, SPLIT, FP32, 0);
-        else if (t->copy && half) step_fused(t, begin, end, FP32, BF16, 1);
-        else if (t->copy) step_fused(t, begin, end, FP32, FP32, 1);
-        else if (half) step_fused(t, begin, end, FP32, BF16, 0);
-        else step_fused(t, begin, end, FP32, FP32, 0);
-        return;
-    }
-    for (int64_t o = begin; o < end; o += BLOCK) step_block(t, o, end - o < BLOCK ? (int)(end - o) : BLOCK);
+static void step_range(const struct tensor *t, int64_t begin, int64_t end) {
+    const int common = !t->v_max && t->scalars.l2 == 0.0f && t->param_form != BF16;
+    const int64_t whole = common ? end - (end - begin) % BLOCK : begin;
+    if (whole > begin) step_common(t, begin, whole, (uint32_t)(begin / BLOCK));
+    for (int64_t o = whole; o < end; o += BLOCK) step_staged(t, o, end - o < BLOCK ? (int)(end - o) : BLOCK);
 }
 
 /* Called by each thread of a step with the same counter, which starts at zero. */

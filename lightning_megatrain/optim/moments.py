@@ -8,13 +8,28 @@ import torch
 from torch import Tensor
 
 BLOCK = 256
-HEADROOM = 1.015869140625  # just over (128/127)^2 and (256/255)^4: the largest value of a block must not exceed the largest code
-LEAST_M, LEAST_V = 2.0**-100, 2.0**-90
+HEADROOM = 1.0703125  # the largest of a block must not round up past the largest code, 61439 (m) or 15 / 16 * 2^32 (v) units
+LEAST = 2.0**-90
+UNIT_M, UNIT_V = 2.0**-16, 2.0**-32
+NOISE_BITS = 20  # of an 8-bit moment
+ONE = 0x3F800000  # the bits of 1.0
 
 
 def random_bits(seed: int, begin: int, end: int) -> Tensor:
-    """Hash the element numbers `begin` to `end` into 32 random bits each (int32); any order of work draws the same."""
-    x = torch.arange(begin, end).to(torch.int32) ^ torch.tensor(seed).to(torch.int32)
+    """Draw 32 random bits (int32) for each of the elements `begin` to `end`; any order of work draws the same.
+
+    They are `place[i % BLOCK] ^ block[i // BLOCK]`, both hashes of the seed: cheap, and any two elements' bits are independent of each
+    other, which is all that the mean and the variance of what is rounded need.
+    """
+    index = torch.arange(begin, end)
+    place = _hash(seed, torch.arange(BLOCK))[index % BLOCK]
+    first = begin // BLOCK
+    block = _hash(int(_hash(seed, torch.tensor([BLOCK]))), torch.arange(first, block_count(end)))[index // BLOCK - first]
+    return place ^ block
+
+
+def _hash(seed: int, index: Tensor) -> Tensor:
+    x = index.to(torch.int32) ^ torch.tensor(seed).to(torch.int32)
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B - (1 << 32))):
         x = (x ^ _logical_shift(x, shift)) * factor
     return x ^ _logical_shift(x, 16)
@@ -41,58 +56,59 @@ def encode_bf16(value: Tensor, noise: Tensor) -> Tensor:
 
 
 def encode_m(m: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-    """Encode the first moment: `m = scale (c / 128)^2` with the sign of `c`.
+    """Encode the first moment: sign, four bits of exponent and three of mantissa of `1 + |m| / unit`, `unit = scale / 2^16`.
 
     Args:
         m: FP32 (n,).
-        noise: int32 (n,), uniform in [0, 65536).
+        noise: int32 (n,), uniform in [0, 2^20).
 
     Returns:
         int8 codes (n,) and FP32 scales (blocks,), powers of two; NaN for a block that is not finite.
     """
     blocks = _blocks(m)  # (blocks, 256)
-    scale = _scales(blocks, LEAST_M)
-    y = blocks.abs() * (2.0**14 / scale)[:, None]
-    q = sqrt(y).to(torch.int32).to(torch.float32)
-    u = _blocks(noise.to(torch.float32) * 2.0**-16)
-    code = (q.to(torch.int32) + (q * q + u * (q + q + 1.0) < y)).clamp_max(127)
-    code = torch.where(blocks.view(torch.int32) < 0, -code, code)
+    scale = _scales(blocks)
+    x = blocks * (1.0 / (scale * UNIT_M))[:, None]
+    drawn = (x + _one_signed(x)).view(torch.int32) + (_blocks(noise) - ONE)
+    code = (drawn >> 20 & 0x7F) | (drawn >> 24 & 0x80)
     code = torch.where(scale.isfinite()[:, None], code, 1)
-    return code.to(torch.int8).view(-1)[: m.numel()], scale
+    return code.to(torch.uint8).view(torch.int8).view(-1)[: m.numel()], scale
 
 
 def encode_v(v: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-    """Encode the second moment: `v = scale (c / 256)^4`, so its root reaches down to 1/65025 of the block's largest.
+    """Encode the second moment: five bits of exponent and three of mantissa of `1 + v / unit`, `unit = scale / 2^32`.
 
     Args:
         v: FP32 (n,), not negative.
-        noise: int32 (n,), uniform in [0, 65536).
+        noise: int32 (n,), uniform in [0, 2^20).
 
     Returns:
-        uint8 codes (n,), never zero where `v` is not, and FP32 scales (blocks,), powers of two; NaN for a block that is not finite.
+        uint8 codes (n,), never zero, and FP32 scales (blocks,), powers of two; NaN for a block that is not finite.
     """
     blocks = _blocks(v)
-    scale = _scales(blocks, LEAST_V)
-    y = blocks * (2.0**32 / scale)[:, None]
-    q = sqrt(sqrt(y)).to(torch.int32).to(torch.float32)
-    lower, upper = (q * q) * (q * q), ((q + 1.0) * (q + 1.0)) * ((q + 1.0) * (q + 1.0))
-    u = _blocks(noise.to(torch.float32) * 2.0**-16)
-    code = (q.to(torch.int32) + (lower + u * (upper - lower) < y)).clamp_max(255)
-    code = torch.maximum(code, (blocks > 0).to(torch.int32))
+    scale = _scales(blocks)
+    drawn = (blocks * (1.0 / (scale * UNIT_V))[:, None] + 1.0).view(torch.int32) + (_blocks(noise) - ONE)
+    code = drawn.clamp_min(1 << 20) >> 20
     code = torch.where(scale.isfinite()[:, None], code, 1)
     return code.to(torch.uint8).view(-1)[: v.numel()], scale
 
 
 def decode_m(code: Tensor, scale: Tensor) -> Tensor:
     """FP32 first moments (n,) of int8 codes (n,) and scales (blocks,)."""
-    c = code.to(torch.float32)
-    return c * c.abs() * _per_element(scale * 2.0**-14, code.numel())
+    return _decode((code.to(torch.int32) << 4) & 0x87F0, scale * UNIT_M)
 
 
 def decode_v(code: Tensor, scale: Tensor) -> Tensor:
     """FP32 second moments (n,) of uint8 codes (n,) and scales (blocks,)."""
-    square = code.to(torch.float32).square()
-    return square * square * _per_element(scale * 2.0**-32, code.numel())
+    return _decode(code.to(torch.int32) << 4, scale * UNIT_V)
+
+
+def _decode(upper: Tensor, unit: Tensor) -> Tensor:
+    expanded = ((upper + (ONE >> 16)) << 16).view(torch.float32)
+    return (expanded - _one_signed(expanded)) * unit.repeat_interleave(BLOCK)[: upper.numel()]
+
+
+def _one_signed(x: Tensor) -> Tensor:
+    return torch.where(x.view(torch.int32) < 0, -1.0, 1.0)
 
 
 def block_count(elements: int) -> int:
@@ -104,13 +120,9 @@ def _blocks(x: Tensor) -> Tensor:
     return torch.nn.functional.pad(x, (0, -x.numel() % BLOCK)).view(-1, BLOCK)
 
 
-def _per_element(scale: Tensor, elements: int) -> Tensor:
-    return scale.repeat_interleave(BLOCK)[:elements]
-
-
-def _scales(blocks: Tensor, least: float) -> Tensor:
+def _scales(blocks: Tensor) -> Tensor:
     # As integers NaN > inf > finite, so that none is lost in the maximum.
     most = (blocks.view(torch.int32) & 0x7FFFFFFF).amax(1).view(torch.float32)
     bits = (most * HEADROOM).view(torch.int32) & 0x7FFFFFFF
-    scale = ((bits.clamp_max(0x7F000000) + 0x7FFFFF) & 0x7F800000).view(torch.float32).clamp_min(least)
+    scale = ((bits.clamp_max(0x7F000000) + 0x7FFFFF) & 0x7F800000).view(torch.float32).clamp_min(LEAST)
     return torch.where(bits >= 0x7F000000, torch.nan, scale)

@@ -125,7 +125,7 @@ def _import_moments(own: State, saved: State) -> None:
         own["exp_avg"].copy_(m)
         own["exp_avg_sq"].copy_(v)
         return
-    middle = torch.tensor(1 << 15, dtype=torch.int32).expand(m.numel())  # in place of noise: to the nearest
+    middle = torch.tensor(1 << (codes.NOISE_BITS - 1), dtype=torch.int32).expand(m.numel())  # in place of noise: to the nearest
     for name, value, encode in (("exp_avg", m, codes.encode_m), ("exp_avg_sq", v, codes.encode_v)):
         code, scale = encode(flat(value), middle)
         flat(own[f"{name}_codes"]).copy_(code)
