@@ -19,6 +19,7 @@
 
 #define BLOCK 256           /* elements that share one scale in 8-bit moments */
 #define PIECE ((int64_t)1 << 18)
+#define FORMAT ((int64_t)2) /* as kernel.py has it */
 #define INLINE static inline __attribute__((always_inline))
 #if defined(__clang__) /* no array of a step overlaps another */
 #define INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
@@ -348,5 +349,5 @@ void megatrain_host_adamw(const struct tensor *tensors, int64_t count, int64_t *
     }
 }
 
-/* So that a library of another version is refused, not misread. */
-int64_t megatrain_host_adamw_abi(void) { return (int64_t)sizeof(struct tensor); }
+/* So that a library of another version is refused, not misread. FORMAT changes with what is stored: codes, halves, noise. */
+int64_t megatrain_host_adamw_abi(void) { return FORMAT << 32 | (int64_t)sizeof(struct tensor); }

@@ -16,6 +16,7 @@ from lightning_megatrain.optim.arithmetic import Scalars, Update
 LIBRARY = Path(__file__).with_name("libhost_adamw.so")
 _FORMS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 3}
 _SPLIT = 2
+_FORMAT = 2  # of what host_adamw.c stores
 
 
 class _Tensor(ctypes.Structure):
@@ -58,7 +59,7 @@ def load() -> ctypes.CDLL | None:
     try:
         library = ctypes.CDLL(str(LIBRARY))
         library.megatrain_host_adamw_abi.restype = ctypes.c_int64
-        if library.megatrain_host_adamw_abi() != ctypes.sizeof(_Tensor):
+        if library.megatrain_host_adamw_abi() != _FORMAT << 32 | ctypes.sizeof(_Tensor):
             raise OSError(f"{LIBRARY} was built from another version")
     except OSError as error:
         warnings.warn(
