@@ -27,6 +27,7 @@ from lightning_megatrain.engine.pinning import PAGE_LOCKERS, LockedMemory, copy_
 from lightning_megatrain.engine.resident import Residents
 from lightning_megatrain.engine.saved_inputs import SavedInputs
 from lightning_megatrain.engine.sizes import parse_size
+from lightning_megatrain.engine.sources import SplitWeights
 from lightning_megatrain.engine.stream import Phase, Stream
 from lightning_megatrain.engine.streamed_layer import run_layer
 from lightning_megatrain.engine.transfer import HostToDevice
@@ -72,6 +73,9 @@ class Engine:
         trust_versions: Weights are only ever written in ways that can be told (optimizers of torch's kind, in-place operations, new
             storage, `weights_changed`), never through `.data`. Copies on the device then outlive steps and backwards.
         tell: Called with what was decided while training, in one line.
+        working_copies: Keep what travels in another dtype beside its parameter (2 bytes more for BF16), made once a step. False casts
+            at every load, one pass over host memory more.
+        split: Knows the parameters that are the upper halves of FP32 weights: these travel with their exact value.
         progress: Called with the bytes of each range of host memory that was page-locked.
 
     Raises:
@@ -93,6 +97,8 @@ class Engine:
         device_memory: int | str | None = None,
         trust_versions: bool = False,
         tell: Callable[[str], None] = lambda text: None,
+        working_copies: bool = True,
+        split: SplitWeights | None = None,
         progress: Callable[[int], None] = lambda nbytes: None,
     ) -> None:
         self.device = torch.device(device)
@@ -130,7 +136,7 @@ class Engine:
             transfer.prepare(list(module.parameters()))
         resident_parameters = set(found.resident.values())
         self.layers = [
-            HostLayer(index, name, layer, layer.forward, resident_parameters, compute_dtype, self.memory.allocate)
+            HostLayer(index, name, layer, layer.forward, resident_parameters, compute_dtype, self.memory.allocate, working_copies, split)
             for index, (name, layer) in enumerate(found.streamed.items())
         ]
         self._layer_of = {layer.module: layer for layer in self.layers}
@@ -146,7 +152,7 @@ class Engine:
         self.gradients = Gradients(self._lanes, self._make_staging, self.accounting)
         self.saved_inputs = SavedInputs(self._lanes, self.memory, self.accounting, saved_inputs_budget)
         self._residents = Residents(
-            module, found.resident, self._lanes, self.gradients, compute_dtype, self.accounting, self.on_backward_end
+            module, found.resident, self._lanes, self.gradients, compute_dtype, self.accounting, self.on_backward_end, split
         )
         self._buffers = DeviceBuffers(module, self.device, compute_dtype, self.accounting)
         self._depth = 0

@@ -193,7 +193,8 @@ class Gradients:
         with torch.no_grad():
             if parameter in self._sums:
                 known = self._sums[parameter]
-                self._sums[parameter] = _like(parameter, gradient, owned) if known is None else known.add_(gradient)
+                whole = parameter.grad_dtype or torch.float32
+                self._sums[parameter] = _like(parameter, gradient, owned, whole) if known is None else known.add_(gradient)
             else:
                 _accumulate(parameter, gradient, owned)
 
@@ -239,18 +240,22 @@ def has_hooks(parameter: Parameter) -> bool:
 
 
 def _accumulate(parameter: Parameter, gradient: Tensor, owned: bool) -> None:
-    if parameter.grad is None:
-        parameter.grad = _like(parameter, gradient, owned)
-    elif parameter.grad.layout is torch.strided:
-        parameter.grad.add_(gradient)
+    """Adds to `.grad`. Where the parameter takes gradients of any dtype, one alone stays as it came, and sums are FP32."""
+    held = parameter.grad
+    if held is None:
+        parameter.grad = _like(parameter, gradient, owned, parameter.grad_dtype or gradient.dtype)
+    elif held.layout is not torch.strided:
+        parameter.grad = held + gradient
+    elif parameter.grad_dtype is None and held.dtype is not torch.float32:
+        parameter.grad = held.float().add_(gradient)
     else:
-        parameter.grad = parameter.grad + gradient
+        held.add_(gradient)
 
 
-def _like(parameter: Parameter, gradient: Tensor, owned: bool) -> Tensor:
-    """The gradient in the dtype and strides of its parameter, with memory of its own."""
+def _like(parameter: Parameter, gradient: Tensor, owned: bool, dtype: torch.dtype) -> Tensor:
+    """The gradient in a dtype and the strides of its parameter, with memory of its own."""
     if gradient.layout is not torch.strided:
         return gradient if owned else gradient.clone()
-    if owned and gradient.dtype == parameter.dtype and (gradient.stride() == parameter.stride() or not is_dense(parameter)):
+    if owned and gradient.dtype == dtype and (gradient.stride() == parameter.stride() or not is_dense(parameter)):
         return gradient
-    return torch.empty_like(parameter).copy_(gradient)
+    return torch.empty_like(parameter, dtype=dtype, requires_grad=False).copy_(gradient)

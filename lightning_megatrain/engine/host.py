@@ -9,6 +9,7 @@ from torch.nn import Parameter
 
 from lightning_megatrain.engine.buffers import LayerBuffers
 from lightning_megatrain.engine.placement import Place, places_of
+from lightning_megatrain.engine.sources import OnTheWay, SplitWeights, exact_dtype
 from lightning_megatrain.engine.surroundings import generators_of
 
 ALIGNMENT = 64  # bytes: what vector loads and tensor cores ask of a view's first element
@@ -38,7 +39,8 @@ class HostLayer:
     """One streamed layer as it lies in host memory.
 
     The parameters stay the user's own, where and as they are. Those that travel in another dtype have a working copy beside them,
-    refreshed at the first load after anything may have written the parameter; so has a parameter with gaps between its elements.
+    refreshed at the first load after anything may have written the parameter, or are cast on the way; a parameter with gaps between its
+    elements has a copy always.
 
     Args:
         index: Position in order of registration.
@@ -48,6 +50,8 @@ class HostLayer:
         resident: Parameters that do not travel with layers.
         compute_dtype: The dtype in which floating-point parameters travel; None for their own.
         allocate: Gives host memory for working copies.
+        keep_copies: Whether there are working copies; else every load casts.
+        split: Knows the parameters that are upper halves of FP32 weights.
     """
 
     def __init__(
@@ -59,7 +63,10 @@ class HostLayer:
         resident: set[Parameter],
         compute_dtype: torch.dtype | None,
         allocate: Callable[[int], Tensor],
+        keep_copies: bool = True,
+        split: SplitWeights | None = None,
     ) -> None:
+        self._keep_copies, self._split = keep_copies, split
         self.index, self.name, self.module, self.forward, self._allocate = index, name, module, forward, allocate
         self.modules = list(module.modules())
         places = places_of(self.modules)
@@ -74,7 +81,7 @@ class HostLayer:
         self.outstanding = 0
         """Forwards with gradients whose backward may still come."""
         self._seen_modes: set[bool] = set()
-        self._own_dtypes = [compute_dtype if compute_dtype and p.is_floating_point() else p.dtype for p in self.parameters]
+        self._own_dtypes = [compute_dtype if compute_dtype and p.is_floating_point() else exact_dtype(p, split) for p in self.parameters]
         self._dtypes_of_mode: dict[bool, list[torch.dtype]] = {}
         self._copies_of: dict[tuple[torch.dtype, ...], dict[int, Tensor]] = {}
         self.layout = 0
@@ -124,8 +131,8 @@ class HostLayer:
         """Changes when a parameter was written in a way that can be seen."""
         return tuple((p._version, p.data_ptr(), self.updates) for p in self.parameters)
 
-    def sources(self, now: int) -> list[Tensor]:
-        """The tensors to send, in the dtypes in which they travel.
+    def sources(self, now: int) -> list[Tensor | OnTheWay]:
+        """What to send for each parameter, in the dtypes in which they travel.
 
         Args:
             now: The clock; working copies made at another time are made again.
@@ -139,11 +146,25 @@ class HostLayer:
                 for index, copy in self._copies.items():
                     copy.copy_(self.parameters[index].detach())
             self._copied = key
-        return [self._copies[index] if index in self._copies else parameter.detach() for index, parameter in enumerate(self.parameters)]
+        return [self._source(index, p) for index, p in enumerate(self.parameters)]
+
+    def _source(self, index: int, parameter: Parameter) -> Tensor | OnTheWay:
+        if index in self._copies:
+            return self._copies[index]
+        if self._on_the_way(index):
+            return OnTheWay(parameter, self.dtypes[index], self._split if self.dtypes[index] is torch.float32 else None)
+        return parameter.detach()
+
+    def _on_the_way(self, index: int) -> bool:
+        parameter = self.parameters[index]
+        joined = self._split is not None and self._split.holds(parameter)
+        return self.dtypes[index] != parameter.dtype and is_dense(parameter) and (joined or not self._keep_copies)
 
     def _new_copies(self) -> dict[int, Tensor]:
         copied = [
-            index for index, (p, dtype) in enumerate(zip(self.parameters, self.dtypes, strict=True)) if dtype != p.dtype or not is_dense(p)
+            index
+            for index, (p, dtype) in enumerate(zip(self.parameters, self.dtypes, strict=True))
+            if not is_dense(p) or (dtype != p.dtype and not self._on_the_way(index))
         ]
         if not copied:
             return {}

@@ -14,6 +14,7 @@ from lightning_megatrain.engine.checksum import checksum
 from lightning_megatrain.engine.gradients import Gradients, has_hooks
 from lightning_megatrain.engine.lanes import Event, Lanes
 from lightning_megatrain.engine.placement import Place, place, places_of
+from lightning_megatrain.engine.sources import OnTheWay, SplitWeights, exact_dtype
 
 
 class _Bind(torch.autograd.Function):
@@ -33,7 +34,7 @@ class _Bind(torch.autograd.Function):
             return None, None, None, None
         residents.gradients.expect(residents.on_backward_end)
         if has_hooks(ctx.parameter):
-            return None, None, None, gradient.to(ctx.parameter.device, ctx.parameter.dtype)
+            return None, None, None, gradient.to(ctx.parameter.device, dtype=ctx.parameter.grad_dtype)
         residents.gradients.listen(node, ctx.parameter)
         residents.gradients.deliver([(ctx.parameter, gradient)])
         return None, None, None, None
@@ -47,6 +48,8 @@ class _Resident:
     parameter: Parameter
     dtype: torch.dtype
     places: list[Place]
+    split: SplitWeights | None
+    """Keeps the other half of the parameter's value; None where the parameter is the whole value."""
     copy: Tensor | None = None
     bound: Tensor | None = None
     holding: Holding | None = None
@@ -60,8 +63,21 @@ class _Resident:
     def keep_replacement(self) -> None:
         """Writes to the host what code gave the bound copy by assigning to its `.data`, which the copy itself does not see."""
         if self.bound is not None and self.copy is not None and self.bound.untyped_storage()._cdata != self.copy.untyped_storage()._cdata:
-            with torch.no_grad():
-                self.parameter.copy_(self.bound)
+            self.set_host(self.bound)
+
+    def host_value(self) -> Tensor:
+        """The value to take a copy of, in the copy's dtype where it has to be made, else as it lies."""
+        if self.split is not None and self.dtype is torch.float32:
+            return OnTheWay(self.parameter, self.dtype, self.split).whole()
+        return self.parameter.detach()
+
+    def set_host(self, value: Tensor) -> None:
+        """Writes to the host what code made of the copy."""
+        with torch.no_grad():
+            if self.split is not None:
+                self.split.write(self.parameter, value)
+            else:
+                self.parameter.copy_(value)
 
     def written(self) -> bool:
         if self.copy is None or self.taken is None:
@@ -87,13 +103,18 @@ class Residents:
         compute_dtype: torch.dtype | None,
         accounting: Accounting,
         on_backward_end: Sequence[Callable[[], None]],
+        split: SplitWeights | None = None,
     ) -> None:
         self.gradients, self.on_backward_end = gradients, on_backward_end
         self._lanes, self._accounting = lanes, accounting
         places = places_of(root.modules())
         every = [
             _Resident(
-                name, parameter, compute_dtype if compute_dtype and parameter.is_floating_point() else parameter.dtype, places[parameter]
+                name,
+                parameter,
+                compute_dtype if compute_dtype and parameter.is_floating_point() else exact_dtype(parameter, split),
+                places[parameter],
+                split if split is not None and split.holds(parameter) else None,
             )
             for name, parameter in parameters.items()
         ]
@@ -137,8 +158,7 @@ class Residents:
         for resident in self._residents:
             if resident.written():
                 assert resident.copy is not None
-                with torch.no_grad():
-                    resident.parameter.copy_(resident.copy)
+                resident.set_host(resident.copy)
                 resident.taken, resident.stamp = (resident.copy._version, checksum(resident.copy)), resident.now()
 
     def settle(self) -> None:
@@ -160,7 +180,7 @@ class Residents:
         if was_bound is not None:
             place(resident.places, resident.parameter)
             del was_bound
-        source = resident.parameter.detach()
+        source = resident.host_value()
         with torch.inference_mode(False):
             copy = torch.empty_like(source, dtype=resident.dtype, device=self._lanes.device)
             if self._lanes.in_host_memory or source.dtype == resident.dtype:

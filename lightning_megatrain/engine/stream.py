@@ -10,6 +10,7 @@ from torch import Tensor
 from lightning_megatrain.engine.accounting import Accounting, Holding
 from lightning_megatrain.engine.host import Clock, HostLayer, Stamp
 from lightning_megatrain.engine.lanes import Event, Lanes
+from lightning_megatrain.engine.sources import OnTheWay
 from lightning_megatrain.engine.transfer import HostToDevice
 
 _REACH = 8
@@ -169,7 +170,7 @@ class Stream:
         sources = layer.sources(self._clock.now)
         slot.layer, slot.made = layer, (self._clock.now, layer.layout, layer.stamp())
         if self._lanes.in_host_memory:
-            slot.weights = sources
+            slot.weights = [source.whole() if isinstance(source, OnTheWay) else source for source in sources]
         else:
             with torch.inference_mode(False):  # what is made in inference mode could not be used in training
                 slot.weights = layer.views(self._room(slot) if own is None or own.buffer is None else own.buffer)

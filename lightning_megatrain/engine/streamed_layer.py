@@ -246,7 +246,7 @@ class _StreamedLayer(torch.autograd.Function):
         call.outstanding(False)
         arrived = [(parameter, weight.grad) for parameter, weight in zip(parameters, weights, strict=True) if weight.grad is not None]
         engine.gradients.deliver([(p, grad) for p, grad in arrived if not has_hooks(p)], more_to_come=layer.outstanding > 0)
-        returned = {p: grad.to(p.device, p.dtype) for p, grad in arrived if has_hooks(p)}
+        returned = {p: grad.to(p.device, dtype=p.grad_dtype) for p, grad in arrived if has_hooks(p)}
         if call.saved is not None:
             call.saved.release()
         if moved is not None:
@@ -283,7 +283,7 @@ def _watch_casts(engine: "Engine", layer: HostLayer, weights: Sequence[Tensor]) 
         layer.decide_casts(training, set())
         yield
         return
-    fp32 = [index for index, weight in enumerate(weights) if layer.parameters[index].dtype is torch.float32]
+    fp32 = [index for index, weight in enumerate(weights) if weight.dtype is torch.float32]
     watch = CastWatch([weights[index] for index in fp32])
     with watch:
         yield
