@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning as L
 import torch
@@ -24,6 +24,7 @@ from lightning_megatrain.packing_check import check_packing
 from lightning_megatrain.sampling import sample_text
 from lightning_megatrain.schedules import Schedule, share_of_peak
 from lightning_megatrain.sliced_loss import LossSlices
+from lightning_megatrain.strategy import MegaTrainStrategy
 from lightning_megatrain.token_losses import tokens_without_padding
 from lightning_megatrain.token_slices import slice_tokens
 from lightning_megatrain.token_window import TokenWindow
@@ -70,6 +71,9 @@ class CausalLM(L.LightningModule):
         ValueError: The model's config cannot be found or a setting is out of range.
         ModuleNotFoundError: `lora` is given but peft is not installed.
     """
+
+    megatrain_defaults: ClassVar[dict[str, Any]] = {"masters": "auto", "overlap_optimizer": True}
+    """What `MegaTrainStrategy` does where its own options are left out: no weight of a layer is read here but by calling the layer."""
 
     def __init__(
         self,
@@ -169,8 +173,11 @@ class CausalLM(L.LightningModule):
     @override
     def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         """Run backward, and after the window's last give its gradients their weight (before any hook or clipping sees them)."""
+        ends, strategy = self._window_ends(), self.trainer.strategy
+        factor = self.window.factor(self.trainer.accumulate_grad_batches) if ends else 1.0
+        scaled = factor != 1.0 and isinstance(strategy, MegaTrainStrategy) and strategy.scale_gradients(factor)
         super().backward(loss, *args, **kwargs)
-        if self._window_ends():
+        if ends and not scaled:
             self.window.correct(self.parameters(), self.trainer.accumulate_grad_batches)
 
     @override

@@ -2,22 +2,21 @@
 
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.init import _EmptyInit
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator, MPSAccelerator
-from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.types import STEP_OUTPUT
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
 from tqdm.auto import tqdm
@@ -25,8 +24,13 @@ from typing_extensions import override
 
 from lightning_megatrain.engine import Engine
 from lightning_megatrain.engine.report import report
+from lightning_megatrain.host_masters import Masters, split_masters
+from lightning_megatrain.host_updates import HostUpdates
+from lightning_megatrain.optim import HostAdamW
 from lightning_megatrain.optim.fused import FusedSwitch
-from lightning_megatrain.precision import MegaTrainMixedPrecision, compute_dtype, host_precision
+from lightning_megatrain.optim.split_masters import SplitMasters
+from lightning_megatrain.precision import HostPrecision, MegaTrainMixedPrecision, MegaTrainPrecision, compute_dtype, host_precision
+from lightning_megatrain.user_settings import check_optimizer, keep_averages_on_host
 
 
 class MegaTrainStrategy(SingleDeviceStrategy):
@@ -55,6 +59,19 @@ class MegaTrainStrategy(SingleDeviceStrategy):
             optimizer step less a tenth of the device's. As many layers as fit beside that step's peak keep their weights on the device,
             and are loaded once instead of twice a micro-batch, or less often where nothing can have changed them. The numbers are the
             same. Left out: none are kept. Choose a size where later batches may be larger than the first.
+        working_copy: What becomes of parameters that travel in BF16 and lie in FP32: ``"kept"`` keeps a BF16 copy beside each, made once
+            a step (2 bytes a parameter more); ``"cast"`` casts at every load, one pass over host memory more.
+        masters: How the host keeps the FP32 weights of a `HostAdamW`. ``"fp32"``: as they are. ``"split"``: parameters become BF16 while
+            training lasts and the optimizer keeps the low 16 bits of each, 12 bytes a parameter with moments and the same numbers (but
+            for ties: the upper half rounds them up, a cast to even); code of yours that reads a parameter then sees BF16, checkpoints
+            hold FP32. ``"auto"``: FP32 if its bytes fit into the free host memory, else split. Left out: ``"auto"`` for `CausalLM`, else
+            ``"fp32"``.
+        overlap_optimizer: Let `HostAdamW` update each layer just before the next forward loads it, beside the device's work, not within
+            `optimizer.step()`; everything is done before validation, checkpoints, and hooks that are not Lightning's. Only right if your
+            ``training_step`` reads no layer's weights but by calling the layer. Left out: True for `CausalLM`, else False.
+        transient_gradients: Let `HostAdamW` update each layer in backward, as its gradients land; they are never stored. Needs one
+            backward a step, no accumulation, no clipping, and no hook of yours that looks at gradients. A backward that fails half-way
+            leaves weights of two steps: what follows is refused, and training goes on from a checkpoint.
         fused_optimizer: Switch plain Adam, AdamW and SGD to torch's fused CPU kernels (default True): 5 to 10 times faster; results may
             differ in the last bit. False leaves the optimizer as it is.
         accelerator: For the Trainer's own use.
@@ -64,7 +81,8 @@ class MegaTrainStrategy(SingleDeviceStrategy):
 
     Raises:
         MisconfigurationException: More than one device, MPS, another precision, ``sync_batchnorm``, or ``torch.compile`` of the whole
-        module. ValueError: Nothing in the module can be streamed.
+        module; ``masters="split"``, ``overlap_optimizer`` or ``transient_gradients`` where they cannot be right. ValueError: Nothing in
+        the module can be streamed.
     """
 
     strategy_name = "megatrain"
@@ -78,6 +96,10 @@ class MegaTrainStrategy(SingleDeviceStrategy):
         stream_casts: bool = True,
         saved_inputs: int | str = "device",
         device_memory: int | str | None = None,
+        working_copy: Literal["kept", "cast"] = "kept",
+        masters: Masters | None = None,
+        overlap_optimizer: bool | None = None,
+        transient_gradients: bool = False,
         fused_optimizer: bool = True,
         accelerator: Accelerator | None = None,
         checkpoint_io: CheckpointIO | None = None,
@@ -92,7 +114,13 @@ class MegaTrainStrategy(SingleDeviceStrategy):
             "stream_casts": stream_casts,
             "saved_inputs": saved_inputs,
             "device_memory": device_memory,
+            "working_copies": working_copy == "kept",
         }
+        _check_choice("working_copy", working_copy, ("kept", "cast"))
+        _check_choice("masters", masters, ("fp32", "split", "auto", None))
+        self.masters, self.overlap_optimizer, self.transient_gradients = masters, overlap_optimizer, transient_gradients
+        self._split: SplitMasters | None = None
+        self._updates: HostUpdates | None = None
         self.fused_optimizer = fused_optimizer
         self._fused: list[FusedSwitch] = []
         self._layer_sync: Any = None  # the Trainer puts `sync_batchnorm` here
@@ -157,7 +185,7 @@ class MegaTrainStrategy(SingleDeviceStrategy):
             self.precision_plugin.device = self.root_device.type
         assert self.lightning_module is not None
         if self.root_device.type != "cpu":
-            _keep_averages_on_host(self.lightning_module.trainer)
+            keep_averages_on_host(self.lightning_module.trainer)
         super().setup_environment()
 
     @contextmanager
@@ -175,10 +203,34 @@ class MegaTrainStrategy(SingleDeviceStrategy):
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.lightning_module)
-        self.model_to_device()
-        if trainer.state.fn == TrainerFn.FITTING:
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        preferred = getattr(self.lightning_module, "megatrain_defaults", {})
+        masters = self.masters or preferred.get("masters", "fp32")
+        if fitting and masters != "fp32":  # the engine must find the weights in their form, which is the optimizers' to say
             self.setup_optimizers(trainer)
+            bf16 = not isinstance(self.precision_plugin, MegaTrainPrecision)
+            copies = bf16 and self._engine_options["working_copies"]
+            self._split = split_masters(masters, self.optimizers, trainer, computes_in_bf16=bf16, working_copy=copies)
+        self.model_to_device()
+        if fitting:
+            if masters == "fp32":
+                self.setup_optimizers(trainer)
+            overlap = self.overlap_optimizer
+            self._updates = HostUpdates(
+                trainer,
+                self.lightning_module,
+                self.engine,
+                self.optimizers,
+                overlap=preferred.get("overlap_optimizer", False) if overlap is None else overlap,
+                asked=overlap is not None,
+                transient=self.transient_gradients,
+            )
+            self._know_norm(self._updates.clip)
         self.setup_precision_plugin()
+
+    def _know_norm(self, clip: Callable[[Optimizer, float], bool] | None) -> None:
+        assert isinstance(self.precision_plugin, HostPrecision)
+        self.precision_plugin.clip_by_known_norm = clip
 
     @override
     def model_to_device(self) -> None:
@@ -191,6 +243,7 @@ class MegaTrainStrategy(SingleDeviceStrategy):
                 self.root_device,
                 compute_dtype=compute_dtype(self.precision_plugin),
                 tell=rank_zero_info,
+                split=self._split,
                 progress=progress,
                 **self._engine_options,
             )
@@ -204,23 +257,71 @@ class MegaTrainStrategy(SingleDeviceStrategy):
         super().setup_optimizers(trainer)
         assert self.lightning_module is not None
         for optimizer in self.optimizers:
-            _check_optimizer(optimizer)
+            check_optimizer(optimizer)
         self._fused = [FusedSwitch(optimizer, self.lightning_module) for optimizer in self.optimizers] if self.fused_optimizer else []
         self._say_fused()
 
     @override
     def teardown(self) -> None:
+        if self._updates is not None:
+            self._updates.close()
+            self._updates = None
+            self._know_norm(None)
         if self._engine is not None:
             self._engine.close()
             self._engine = None
+        if self._split is not None:
+            self._split.join()
+            self._split = None
         super().teardown()
 
     # --- steps ---
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        assert self._updates is not None
+        self._updates.before_forward()
         with self.engine.step():
-            return super().training_step(*args, **kwargs)
+            output = super().training_step(*args, **kwargs)
+        self._updates.drain()
+        return output
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        assert self._updates is not None
+        if self._is_last_of_step():
+            self._updates.before_backward()
+        return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    def scale_gradients(self, factor: float) -> bool:
+        """Multiplies all gradients of this step by `factor` as they become final in the backward that comes next, its last.
+
+        Saves a pass over host memory; the numbers are those of multiplying afterwards.
+
+        Returns:
+            False where unknown code may add to gradients in between: then nothing is done.
+        """
+        assert self._updates is not None
+        if not self._updates.quiet:
+            return False
+        self._updates.before_backward(factor)
+        return True
+
+    def _is_last_of_step(self) -> bool:
+        assert self.lightning_module is not None
+        return self.lightning_module.automatic_optimization and not self.lightning_module.trainer.fit_loop._should_accumulate()
+
+    @override
+    def on_validation_start(self) -> None:
+        self._drain()
+
+    @override
+    def on_train_end(self) -> None:
+        self._drain()
+
+    def _drain(self) -> None:
+        if self._updates is not None:
+            self._updates.drain()
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
@@ -249,22 +350,42 @@ class MegaTrainStrategy(SingleDeviceStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
+        self._drain()
         state = super().lightning_module_state_dict()
         for name, value in state.items():
             if isinstance(value, Tensor):
                 state[name] = value.cpu()  # buffers are on the device
+        exact: dict[nn.Parameter, Tensor] = {}  # by parameter: tied names share one tensor in the file
+        for name, parameter in self._split_parameters():
+            if name in state and state[name].data_ptr() == parameter.data_ptr():
+                assert self._split is not None
+                state[name] = exact.setdefault(parameter, self._split.exact(parameter))
         return state
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        self._drain()
         super().load_model_state_dict(checkpoint, strict=strict)
+        for name, parameter in self._split_parameters():
+            if name in checkpoint["state_dict"]:
+                assert self._split is not None
+                self._split.write(parameter, checkpoint["state_dict"][name])
         if self._engine is not None:
             self._engine.weights_changed()
 
+    def _split_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Parameters that are the upper halves of FP32 values, by all their names."""
+        if self._split is None or self.lightning_module is None:
+            return []
+        return [(name, p) for name, p in self.lightning_module.named_parameters(remove_duplicate=False) if self._split.holds(p)]
+
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        state: dict[str, Any] = super().optimizer_state(optimizer)
+        self._drain()
         plain = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        if self._split is not None and isinstance(plain, HostAdamW):
+            return plain.state_dict(masters=False)  # the module's state has the exact weights
+        state: dict[str, Any] = super().optimizer_state(optimizer)
         for switch in self._fused:
             if switch.optimizer is plain:
                 return switch.original(state)
@@ -287,6 +408,11 @@ class MegaTrainStrategy(SingleDeviceStrategy):
             )
 
 
+def _check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name}={value!r}: it must be {', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}.")
+
+
 @contextmanager
 def _locking_progress(module: LightningModule, device: torch.device) -> Generator[Callable[[int], None], None, None]:
     """A bar for page-locking, which takes about a second for every few gigabytes."""
@@ -301,43 +427,6 @@ def _locking_progress(module: LightningModule, device: torch.device) -> Generato
         yield progress
 
 
-def _check_optimizer(optimizer: Optimizer) -> None:
-    elsewhere = {str(p.device) for group in optimizer.param_groups for p in group["params"] if p.device.type != "cpu"}
-    for state in optimizer.state.values():
-        elsewhere |= {str(value.device) for value in state.values() if isinstance(value, Tensor) and value.device.type != "cpu"}
-    if elsewhere:
-        raise MisconfigurationException(
-            f"{type(optimizer).__name__} holds parameters or state on {', '.join(sorted(elsewhere))}, but with strategy='megatrain' both "
-            "stay in host memory. Create the optimizer from the module's own parameters in configure_optimizers(), and load its state "
-            "through Trainer.fit(ckpt_path=...)."
-        )
-    trained_in_bf16 = sum(p.dtype is torch.bfloat16 and p.requires_grad for group in optimizer.param_groups for p in group["params"])
-    if trained_in_bf16 and getattr(optimizer, "masters", None) != "split":
-        rank_zero_warn(
-            f"{trained_in_bf16} trainable parameters are BF16 and {type(optimizer).__name__} keeps no FP32 masters: updates below 1/256 of "
-            "a weight are lost. Load the model in FP32 (dtype='float32'), or use HostAdamW(masters='split')."
-        )
-
-
-def _keep_averages_on_host(trainer: Trainer) -> None:
-    """Weight averages are a whole model more, which the callbacks would put on the device."""
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if not isinstance(callback, WeightAveraging):
-            continue
-        if callback._device is None:
-            callback._device = torch.device("cpu")
-            rank_zero_warn(
-                f"{type(callback).__name__} keeps its average in host memory: on the device it would take as much memory as the whole "
-                "model."
-            )
-        elif torch.device(callback._device).type != "cpu":
-            raise MisconfigurationException(
-                f"{type(callback).__name__}(device={str(callback._device)!r}) would put a whole copy of the model on the device, which "
-                "strategy='megatrain' is there to avoid. Use device='cpu'."
-            )
-
-
-if MegaTrainStrategy.strategy_name not in StrategyRegistry:
-    StrategyRegistry.register(
-        MegaTrainStrategy.strategy_name, MegaTrainStrategy, description="Parameters in host memory, streamed layer by layer"
-    )
+StrategyRegistry.register(
+    MegaTrainStrategy.strategy_name, MegaTrainStrategy, description="Parameters in host memory, streamed layer by layer"
+)

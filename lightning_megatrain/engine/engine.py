@@ -5,10 +5,11 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import MethodType, TracebackType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import Parameter
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -20,6 +21,7 @@ from lightning_megatrain.engine.device_buffers import DeviceBuffers
 from lightning_megatrain.engine.gradients import Gradients
 from lightning_megatrain.engine.host import Clock, HostLayer, Mode
 from lightning_megatrain.engine.kept_layers import DeviceBudget
+from lightning_megatrain.engine.landing import Landed
 from lightning_megatrain.engine.lanes import lanes_of
 from lightning_megatrain.engine.layers import Layers, find_layers
 from lightning_megatrain.engine.passes import _STREAMED
@@ -28,7 +30,7 @@ from lightning_megatrain.engine.resident import Residents
 from lightning_megatrain.engine.saved_inputs import SavedInputs
 from lightning_megatrain.engine.sizes import parse_size
 from lightning_megatrain.engine.sources import SplitWeights
-from lightning_megatrain.engine.stream import Phase, Stream
+from lightning_megatrain.engine.stream import Phase, Stream, Updates
 from lightning_megatrain.engine.streamed_layer import run_layer
 from lightning_megatrain.engine.transfer import HostToDevice
 
@@ -140,7 +142,9 @@ class Engine:
             for index, (name, layer) in enumerate(found.streamed.items())
         ]
         self._layer_of = {layer.module: layer for layer in self.layers}
-        self._layers_of_parameter = {parameter: layer for layer in self.layers for parameter in layer.parameters}
+        self._layers_of_parameter: dict[Parameter, HostLayer] = {
+            parameter: layer for layer in self.layers for parameter in layer.parameters
+        }
         self.on_backward_end: list[Callable[[], None]] = [self._backward_ended]
         self._stream = Stream(self.layers, self._lanes, transfer, slots, self._clock, self.accounting)
         self._device_budget = (
@@ -198,6 +202,33 @@ class Engine:
     def weights_changed(self) -> None:
         """Says that host weights may have been written in a way that autograd does not see."""
         self._clock.tick()
+
+    def layer_of(self, parameter: Tensor) -> HostLayer | None:
+        """The streamed layer that a parameter belongs to; None for a resident one."""
+        return self._layers_of_parameter.get(cast(Parameter, parameter))
+
+    def update_before_load(self, updates: Updates | None) -> None:
+        """Lets `updates` write a layer's weights just before they are next sent, beside the device's work on the layers before it.
+
+        Nobody but the engine may read those weights, nor write their gradients, until the update has run. None: no more.
+        """
+        self._stream.updates = updates
+
+    def update_in_backward(self, update: Callable[[Landed], None] | None) -> None:
+        """Gives the gradients of streamed layers to `update` as they land, in the place of `.grad`; they are gone when it returns.
+
+        It may write the layer's weights. Gradients of resident parameters go to `.grad`. None: no more.
+        """
+
+        def use_at_once(gradients: Landed) -> Landed:
+            streamed = [pair for pair in gradients if pair[0] in self._layers_of_parameter]
+            for layer in {self._layers_of_parameter[parameter] for parameter, _ in streamed}:
+                self._stream.settle_layer(layer)
+            if streamed and update is not None:
+                update(streamed)
+            return [pair for pair in gradients if pair[0] not in self._layers_of_parameter]
+
+        self.gradients.landing.use_at_once = None if update is None else use_at_once
 
     def close(self) -> None:
         """Puts the module back as it came and gives up all memory. May be called twice."""

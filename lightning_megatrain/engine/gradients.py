@@ -1,4 +1,4 @@
-"""Gradients on their way from the device to the host, and into `.grad`."""
+"""Gradients on their way from the device to the host."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_megatrain.engine.accounting import Accounting, Holding
 from lightning_megatrain.engine.host import is_dense
+from lightning_megatrain.engine.landing import Landing
 from lightning_megatrain.engine.lanes import Event, Held, Lanes
 
 
@@ -39,10 +40,9 @@ class _Transfer:
 
 
 class Gradients:
-    """Accumulates gradients into host parameters: copied where `.grad` is None, else added.
+    """Brings the gradients of host parameters to the host, where they land.
 
-    That one rule, as autograd itself has it, gives accumulation over micro-batches, manual optimization and several optimizers. On an
-    accelerator gradients pass through a bounded pool of staging buffers; the pool's oldest is emptied on the host when a new one is
+    On an accelerator they pass through a bounded pool of staging buffers; the pool's oldest is emptied on the host when a new one is
     wanted, behind compute already queued, so no thread is needed.
 
     Order on an accelerator: the copy waits until compute has made the gradient; the device's gradient is owned here until compute has
@@ -55,8 +55,7 @@ class Gradients:
         self._free: list[Tensor] | None = None
         self._on_the_way: list[_Transfer] = []
         self._parts: dict[Parameter, Tensor] = {}
-        self._sums: dict[Parameter, Tensor | None] = {}
-        """Gradients that are summed over this backward before they are accumulated."""
+        self.landing = Landing()
         self._tasks: set[int] = set()
         self._from_autograd: list[tuple[Parameter, Tensor]] = []
         self._handles: list[RemovableHandle] = []
@@ -109,10 +108,9 @@ class Gradients:
                 other before they are added to what `.grad` holds from earlier ones.
         """
         if more_to_come:
-            self._sums |= {parameter: self._sums.get(parameter) for parameter, _ in gradients}
+            self.landing.sum_over_backward(parameter for parameter, _ in gradients)
         if self._lanes.in_host_memory:
-            for parameter, gradient in gradients:
-                self._arrive(parameter, gradient, owned=True)
+            self.landing.land(gradients, owned=True)
             return
         for transfer in self._on_the_way[:-1]:
             self._give_back(transfer)
@@ -121,7 +119,7 @@ class Gradients:
         device: list[Tensor] = []
         for parameter, gradient in gradients:
             if gradient.layout is not torch.strided:
-                self._arrive(parameter, gradient.to("cpu"), owned=True)
+                self.landing.land([(parameter, gradient.to("cpu"))], owned=True)
                 continue
             gradient = gradient if is_dense(gradient) else gradient.contiguous()
             device.append(gradient)
@@ -171,10 +169,10 @@ class Gradients:
         self._give_back(transfer)
         assert transfer.copied is not None
         self._lanes.synchronize(transfer.copied, "gradients arrived")
+        whole = [piece for piece in transfer.pieces if piece.staged.numel() == piece.shape.numel()]
+        self.landing.land([(piece.parameter, piece.staged.as_strided(piece.shape, piece.stride)) for piece in whole], owned=False)
         for piece in transfer.pieces:
-            if piece.staged.numel() == piece.shape.numel():
-                self._arrive(piece.parameter, piece.staged.as_strided(piece.shape, piece.stride), owned=False)
-            else:
+            if piece.staged.numel() != piece.shape.numel():
                 self._arrive_in_part(piece)
         self._recycle(transfer.staging)
 
@@ -186,17 +184,7 @@ class Gradients:
         flat = gradient.as_strided((gradient.numel(),), (1,))
         flat[piece.start : piece.start + piece.staged.numel()].copy_(piece.staged)
         if piece.start + piece.staged.numel() == gradient.numel():
-            self._arrive(piece.parameter, self._parts.pop(piece.parameter), owned=True)
-
-    def _arrive(self, parameter: Parameter, gradient: Tensor, owned: bool) -> None:
-        """Accumulates one gradient on the host."""
-        with torch.no_grad():
-            if parameter in self._sums:
-                known = self._sums[parameter]
-                whole = parameter.grad_dtype or torch.float32
-                self._sums[parameter] = _like(parameter, gradient, owned, whole) if known is None else known.add_(gradient)
-            else:
-                _accumulate(parameter, gradient, owned)
+            self.landing.land([(piece.parameter, self._parts.pop(piece.parameter))], owned=True)
 
     def _complete(self) -> None:
         """Waits for everything on the way; the outermost backward then accumulates what was summed over it."""
@@ -205,14 +193,9 @@ class Gradients:
         self._on_the_way.clear()
         if self._tasks:
             return
-        for parameter, gradient in self._from_autograd:
-            self._arrive(parameter, gradient.to(parameter.device), owned=False)
+        self.landing.land([(parameter, gradient.to(parameter.device)) for parameter, gradient in self._from_autograd], owned=False)
         self._forget_listeners()
-        sums, self._sums = self._sums, {}
-        with torch.no_grad():
-            for parameter, total in sums.items():
-                if total is not None:
-                    _accumulate(parameter, total, owned=True)
+        self.landing.complete()
 
     def _forget_listeners(self) -> None:
         for handle in self._handles:
@@ -229,7 +212,7 @@ class Gradients:
                 self._lanes.synchronize(transfer.copied, "gradients arrived")
             self._recycle(transfer.staging)
         self._on_the_way.clear()
-        self._sums.clear()
+        self.landing.abandon()
         self._parts.clear()
         self._tasks.clear()
 
@@ -237,25 +220,3 @@ class Gradients:
 def has_hooks(parameter: Parameter) -> bool:
     """Whether someone listens to the parameter's gradient; autograd must then be given it, on the host, and waited for."""
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
-
-
-def _accumulate(parameter: Parameter, gradient: Tensor, owned: bool) -> None:
-    """Adds to `.grad`. Where the parameter takes gradients of any dtype, one alone stays as it came, and sums are FP32."""
-    held = parameter.grad
-    if held is None:
-        parameter.grad = _like(parameter, gradient, owned, parameter.grad_dtype or gradient.dtype)
-    elif held.layout is not torch.strided:
-        parameter.grad = held + gradient
-    elif parameter.grad_dtype is None and held.dtype is not torch.float32:
-        parameter.grad = held.float().add_(gradient)
-    else:
-        held.add_(gradient)
-
-
-def _like(parameter: Parameter, gradient: Tensor, owned: bool, dtype: torch.dtype) -> Tensor:
-    """The gradient in a dtype and the strides of its parameter, with memory of its own."""
-    if gradient.layout is not torch.strided:
-        return gradient if owned else gradient.clone()
-    if owned and gradient.dtype == dtype and (gradient.stride() == parameter.stride() or not is_dense(parameter)):
-        return gradient
-    return torch.empty_like(parameter, dtype=dtype, requires_grad=False).copy_(gradient)

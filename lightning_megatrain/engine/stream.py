@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -36,6 +36,16 @@ class Slot:
     holding: Holding | None = None
 
 
+class Updates(Protocol):
+    """Updates of layers' host weights that are still to come."""
+
+    def is_due(self, layer: HostLayer) -> bool:
+        """Whether the layer's weights are to be updated before they are next read."""
+
+    def run(self, layer: HostLayer) -> None:
+        """Updates them if that is due."""
+
+
 class Stream:
     """Brings layers' weights to the device, one layer ahead of the one that runs.
 
@@ -58,6 +68,8 @@ class Stream:
         self._first: dict[bool, Use] = {}
         self._uses = 0
         self._last_load: Event | None = None
+        self._after_release: Use | None = None
+        self.updates: Updates | None = None
 
     def begin(self, training: bool) -> None:
         """Starts a step: sends the first layer's weights, if it is known which layer that will be."""
@@ -73,6 +85,7 @@ class Stream:
             RuntimeError: Every slot is in use, because streamed layers call one another.
         """
         use = (layer.index, phase)
+        self._update(layer)
         slot = self._slot_of(layer)
         if slot is None:
             self._accounting.prefetch_misses += 1
@@ -88,7 +101,11 @@ class Stream:
         else:
             self._next[self._last] = use
         self._last = use
-        self._load_ahead(self._guess(use))
+        ahead = self._guess(use)
+        if ahead is not None and self.updates is not None and self.updates.is_due(self._layers[ahead[0]]):
+            self._after_release = ahead  # so that the host updates those weights while the device runs this layer
+        else:
+            self._load_ahead(ahead)
         return slot.weights
 
     def release(self, layer: HostLayer) -> None:
@@ -96,6 +113,14 @@ class Stream:
         slot = next(slot for slot in (*self._kept.values(), *self._slots) if slot.layer is layer and slot.users)
         slot.users -= 1
         slot.released = self._lanes.compute.record()
+        ahead, self._after_release = self._after_release, None
+        self._load_ahead(ahead)
+
+    def settle_layer(self, layer: HostLayer) -> None:
+        """Waits until every load of one layer has read its weights, which will be written next."""
+        for slot in self._slots:
+            if slot.layer is layer and slot.loaded is not None:
+                self._lanes.synchronize(slot.loaded, "weights read")
 
     def keep(self, layers: Sequence[HostLayer]) -> None:
         """Gives each of `layers` a slot of its own, of the size of its weights as they travel now."""
@@ -114,6 +139,8 @@ class Stream:
     def abandon(self) -> None:
         """Frees slots that a failed step left in use."""
         for slot in (*self._kept.values(), *self._slots):
+        self._after_release = None
+        for slot in self._slots:
             slot.users = 0
 
     def close(self) -> None:
@@ -154,6 +181,16 @@ class Stream:
             if layer not in self._kept:
                 return
             use = self._guess(use)
+        if use is None:
+            return
+        layer = self._layers[use[0]]
+        self._update(layer)
+        if self._slot_of(layer) is None and any(not slot.users for slot in self._slots):
+            self._load(layer)
+
+    def _update(self, layer: HostLayer) -> None:
+        if self.updates is not None:
+            self.updates.run(layer)
 
     def _load(self, layer: HostLayer) -> Slot:
         own = self._own_slot(layer)

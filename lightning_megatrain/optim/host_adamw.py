@@ -57,6 +57,10 @@ class HostAdamW(torch.optim.Optimizer):
         TypeError: for a parameter of another dtype, device or layout than above.
     """
 
+    next_grad_scale: float
+    """Multiplies the gradients of the next `step`, and of that one only: a clip coefficient, found after `step` was called."""
+    take_step: Callable[[list[Tensor], float], None]
+    """What `step` does with the parameters that have gradients, and their scale; replaced by whoever updates at another time."""
     _incoming: dict[str, Any] | None = None  # a state dictionary on its way in
 
     def __init__(
@@ -135,7 +139,9 @@ class HostAdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.update([p for group in self.param_groups for p in group["params"] if p.grad is not None], grad_scale=grad_scale)
+        scale = grad_scale * self.next_grad_scale
+        self.next_grad_scale = 1.0
+        self.take_step([p for group in self.param_groups for p in group["params"] if p.grad is not None], scale)
         return loss
 
     @torch.no_grad()
@@ -177,9 +183,12 @@ class HostAdamW(torch.optim.Optimizer):
     def allocate(self, params: Iterable[Tensor] | None = None) -> None:
         """Make the state of these parameters (all when None) where there is none: zeroed memory, touched at the first step."""
         for parameter in params if params is not None else chain.from_iterable(g["params"] for g in self.param_groups):
-            if not self.state[parameter]:
+            held, low = self.state[parameter], self._is_split(parameter)
+            if not held:
                 amsgrad = self.param_groups[self._place(parameter)[0]]["amsgrad"]
-                self.state[parameter] = state.new(parameter, self.moments, amsgrad=amsgrad, low=self._is_split(parameter))
+                self.state[parameter] = state.new(parameter, self.moments, amsgrad=amsgrad, low=low)
+            elif low and "master_low" not in held:  # the parameter was FP32 until now
+                held["master_low"] = torch.zeros_like(parameter, dtype=torch.int16, requires_grad=False)
 
     def set_working_copy(self, parameter: Tensor, copy: Tensor | None) -> None:
         """Keep a BF16 copy of an FP32 parameter: filled now, and rewritten by each step in the same pass (round to nearest even).
@@ -209,8 +218,19 @@ class HostAdamW(torch.optim.Optimizer):
         """The exact FP32 value of a parameter, as a new tensor where the parameter is held in two halves, else the parameter's own."""
         if not self._is_split(parameter):
             return parameter.detach()
+        return join(parameter.detach(), self.low_half(parameter))
+
+    def low_half(self, parameter: Tensor) -> Tensor:
+        """The low 16 bits (int16) of a parameter that is held in two halves.
+
+        Zero once someone else has written the parameter, whose value is then the whole value.
+        """
         self.allocate([parameter])
-        return join(parameter.detach(), self._fresh_low(parameter))
+        low: Tensor = self.state[parameter]["master_low"]
+        if self._versions.setdefault(parameter, parameter._version) != parameter._version:
+            low.zero_()
+            self._versions[parameter] = parameter._version
+        return low
 
     @torch.no_grad()
     def set_master(self, parameter: Tensor, value: Tensor) -> None:
@@ -232,19 +252,22 @@ class HostAdamW(torch.optim.Optimizer):
             self._working_copies[parameter].copy_(parameter)
 
     @override
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, masters: bool = True) -> dict[str, Any]:
         """The state as torch's AdamW would give it: per parameter "step", "exp_avg", "exp_avg_sq" (FP32 or BF16), "max_exp_avg_sq".
 
         It differs in two things. Split parameters add "master", their exact FP32 value (a new tensor). 8-bit moments are left as they are,
         under "exp_avg_codes", "exp_avg_scales", "exp_avg_sq_codes", "exp_avg_sq_scales": exact and small, but torch's AdamW refuses
         them; `full_state_dict` converts.
+
+        Args:
+            masters: False leaves "master" out, for whoever saves the exact weights elsewhere.
         """
         packed = super().state_dict()
         parameters = [p for group in self.param_groups for p in group["params"]]
         for parameter in parameters:
             if "master_low" in self.state.get(parameter, {}):
-                self._fresh_low(parameter)
-        packed["state"] = {k: state.exported(parameters[k], s) for k, s in packed["state"].items()}
+                self.low_half(parameter)
+        packed["state"] = {k: state.exported(parameters[k], s, masters) for k, s in packed["state"].items()}
         return packed
 
     def full_state_dict(self) -> dict[str, Any]:
@@ -297,9 +320,14 @@ class HostAdamW(torch.optim.Optimizer):
         return {**super().__getstate__(), "masters": self.masters, "moments": self.moments, "threads": self.threads}
 
     def _reset_links(self) -> None:
+        self.next_grad_scale = 1.0
+        self.take_step = self._update_at_once
         self._places: dict[Tensor, tuple[int, int]] = {}  # parameter -> its group, and its number among all
         self._working_copies: dict[Tensor, Tensor] = {}
         self._versions: dict[Tensor, int] = {}  # of each parameter when we last wrote it
+
+    def _update_at_once(self, params: list[Tensor], grad_scale: float) -> None:
+        self.update(params, grad_scale=grad_scale)
 
     def _is_split(self, parameter: Tensor) -> bool:
         return self.masters == "split" and parameter.dtype == torch.bfloat16
@@ -312,14 +340,6 @@ class HostAdamW(torch.optim.Optimizer):
                 raise ValueError(f"parameter {describe(parameter)} is in none of this optimizer's groups; see add_param_group")
         return self._places[parameter]
 
-    def _fresh_low(self, parameter: Tensor) -> Tensor:
-        """The low halves; zero once someone else has written the parameter, whose value is then the whole value."""
-        low: Tensor = self.state[parameter]["master_low"]
-        if self._versions.setdefault(parameter, parameter._version) != parameter._version:
-            low.zero_()
-            self._versions[parameter] = parameter._version
-        return low
-
     def _imported(self, loaded: dict[str, Any]) -> defaultdict[Tensor, state.State]:
         keys = chain.from_iterable(group["params"] for group in loaded["param_groups"])
         states: defaultdict[Tensor, state.State] = defaultdict(dict)
@@ -331,7 +351,7 @@ class HostAdamW(torch.optim.Optimizer):
             if not own:
                 own = state.new(parameter, self.moments, amsgrad="max_exp_avg_sq" in saved, low=self._is_split(parameter))
             elif "master_low" in own:
-                self._fresh_low(parameter)
+                self.low_half(parameter)
             state.imported(parameter, own, saved)
             self._versions[parameter] = parameter._version
             states[parameter] = own
@@ -354,7 +374,7 @@ class HostAdamW(torch.optim.Optimizer):
                     scalars[group_number, t],
                     (t * 0x9E3779B1 + number * 0x85EBCA6B) & 0xFFFFFFFF,
                     *state.moment_tensors(held),
-                    low=self._fresh_low(parameter) if "master_low" in held else None,
+                    low=self.low_half(parameter) if "master_low" in held else None,
                     max_exp_avg_sq=held["max_exp_avg_sq"] if group["amsgrad"] else None,
                     working_copy=self._working_copies.get(parameter),
                 )

@@ -82,12 +82,12 @@ def with_full_moments(state: State) -> State:
     return {**rest, "exp_avg": m, "exp_avg_sq": v}
 
 
-def exported(parameter: Tensor, state: State) -> State:
-    """The state as it is saved: "master_low" becomes "master", the exact FP32 value."""
+def exported(parameter: Tensor, state: State, masters: bool = True) -> State:
+    """The state as it is saved: "master_low" becomes "master", the exact FP32 value, or is left out."""
     if "master_low" not in state:
         return state
     saved = {k: v for k, v in state.items() if k != "master_low"}
-    return {**saved, "master": join(parameter.detach(), state["master_low"])}
+    return {**saved, "master": join(parameter.detach(), state["master_low"])} if masters else saved
 
 
 @torch.no_grad()

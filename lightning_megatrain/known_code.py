@@ -1,0 +1,87 @@
+"""Which hooks of a training run are code that this package does not know.
+
+Whoever updates weights late, keeps a gradient in BF16 or folds a clip into the update must be sure that nobody looks in between. Nothing
+can see a foreign function read a tensor; but it can be known that no foreign function runs.
+"""
+
+from collections.abc import Sequence
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import (
+    DeviceStatsMonitor,
+    EarlyStopping,
+    GradientAccumulationScheduler,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    ModelSummary,
+    OnExceptionCheckpoint,
+    RichModelSummary,
+    RichProgressBar,
+    ThroughputMonitor,
+    Timer,
+    TQDMProgressBar,
+)
+
+_KNOWN_CALLBACKS = {
+    *(Callback, DeviceStatsMonitor, EarlyStopping, GradientAccumulationScheduler, LearningRateMonitor, ModelCheckpoint, ModelSummary),
+    *(OnExceptionCheckpoint, RichModelSummary, RichProgressBar, ThroughputMonitor, Timer, TQDMProgressBar),
+    *(base for callback in (ModelCheckpoint, RichProgressBar, TQDMProgressBar) for base in callback.__mro__[1:-1]),
+}
+"""Callbacks that see weights and gradients through the strategy's state dictionaries alone."""
+_KNOWN_PACKAGES = ("lightning.", "lightning_megatrain.")
+
+GRADIENTS = (
+    "backward",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "optimizer_step",
+    "configure_gradient_clipping",
+    "clip_gradients",
+    "on_before_zero_grad",
+    "optimizer_zero_grad",
+)
+"""Hooks that run between the first backward of a step and the next step's, and may look at gradients."""
+
+BETWEEN_STEPS = (
+    "optimizer_step",
+    "lr_scheduler_step",
+    "on_train_batch_end",
+    "on_train_epoch_end",
+    "on_train_epoch_start",
+    "on_train_batch_start",
+    "on_before_batch_transfer",
+    "transfer_batch_to_device",
+    "on_after_batch_transfer",
+    "on_validation_start",
+    "on_validation_epoch_start",
+    "on_validation_model_eval",
+    "on_train_end",
+    "on_exception",
+)
+"""Hooks that run between an optimizer's step and the end of the next forward."""
+
+FORWARD = ("training_step", "forward")
+
+
+def unknown_hooks(trainer: Trainer, module: LightningModule, hooks: Sequence[str]) -> list[str]:
+    """Names those of `hooks` that the user's callbacks or module define themselves, such as ``"MyCallback.on_train_batch_end"``."""
+    found = []
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        found += [f"{type(callback).__name__}.{hook}" for hook in hooks if hasattr(Callback, hook) and not _known_in(callback, hook)]
+    return found + [f"{type(module).__name__}.{hook}" for hook in hooks if not _known_in_module(module, hook)]
+
+
+def _known_in(callback: Callback, hook: str) -> bool:
+    return hook not in vars(callback) and _owner(callback, hook) in _KNOWN_CALLBACKS
+
+
+def _known_in_module(module: LightningModule, hook: str) -> bool:
+    if hook in vars(module) and hook != "forward":  # the engine puts its own in the place of `forward`
+        return False
+    owner = _owner(module, hook)
+    return owner is None or owner.__module__.startswith((*_KNOWN_PACKAGES, "torch.nn."))
+
+
+def _owner(object_: object, attribute: str) -> type | None:
+    return next((cls for cls in type(object_).__mro__ if attribute in vars(cls)), None)
