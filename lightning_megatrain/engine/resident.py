@@ -183,10 +183,10 @@ class Residents:
         source = resident.host_value()
         with torch.inference_mode(False):
             copy = torch.empty_like(source, dtype=resident.dtype, device=self._lanes.device)
-            if self._lanes.in_host_memory or source.dtype == resident.dtype:
+            if source.dtype == resident.dtype and source.data_ptr() == resident.parameter.data_ptr():
                 self._lanes.compute.copy(copy, source)
             else:
-                copy.copy_(source.to(resident.dtype))
+                copy.copy_(source.to(resident.dtype))  # memory of this moment, which the host waits for
             resident.copy, resident.taken = copy, (copy._version, checksum(copy))
             with torch.enable_grad():
                 resident.bound = _Bind.apply(self, resident.name, copy, resident.parameter)
