@@ -222,10 +222,8 @@ class Engine:
 
         def use_at_once(gradients: Landed) -> Landed:
             streamed = [pair for pair in gradients if pair[0] in self._layers_of_parameter]
-            for layer in {self._layers_of_parameter[parameter] for parameter, _ in streamed}:
-                self._stream.settle_layer(layer)
             if streamed and update is not None:
-                update(streamed)
+                update(streamed)  # a load still under way was a wrong guess: it carries the stamp of before, and is never used
             return [pair for pair in gradients if pair[0] not in self._layers_of_parameter]
 
         self.gradients.landing.use_at_once = None if update is None else use_at_once

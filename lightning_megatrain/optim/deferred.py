@@ -12,7 +12,7 @@ from lightning_megatrain.optim.host_adamw import HostAdamW
 class DeferredUpdates:
     """Takes the steps of a HostAdamW and runs each unit's part when it is asked for.
 
-    Hyperparameters are those of the moment of `step`. Gradients are read where they lie, so they must stay until the unit has run.
+    Hyperparameters and gradients are those of the moment of `step`: `zero_grad()` may let go of the gradients, but nobody may write them.
     No thread is needed: on an accelerator the caller asks for a unit behind device work already queued, and the update runs beside that.
 
     Args:
@@ -22,7 +22,7 @@ class DeferredUpdates:
 
     def __init__(self, optimizer: HostAdamW, unit_of: Callable[[Tensor], Hashable | None]) -> None:
         self._optimizer, self._unit_of = optimizer, unit_of
-        self._due: dict[Hashable, list[Tensor]] = {}
+        self._due: dict[Hashable, list[tuple[Tensor, Tensor]]] = {}
         self._groups: list[dict[str, Any]] = []
         self._grad_scale = 1.0
         self._step_at_once = optimizer.take_step
@@ -35,7 +35,8 @@ class DeferredUpdates:
     def run(self, unit: Hashable) -> None:
         """Updates the unit's parameters if that is due."""
         if unit in self._due:
-            self._optimizer.update(self._due.pop(unit), grad_scale=self._grad_scale, groups=self._groups)
+            params, gradients = zip(*self._due.pop(unit), strict=True)
+            self._optimizer.update(params, gradients, grad_scale=self._grad_scale, groups=self._groups)
 
     def drain(self) -> None:
         """Updates everything that is due."""
@@ -54,9 +55,8 @@ class DeferredUpdates:
         units: defaultdict[Hashable | None, list[Tensor]] = defaultdict(list)
         for parameter in params:
             units[self._unit_of(parameter)].append(parameter)
-        at_once = units.pop(None, [])
-        self._due = dict(units)
-        self._optimizer.update(at_once, grad_scale=grad_scale, groups=self._groups)
+        self._optimizer.update(units.pop(None, []), grad_scale=grad_scale, groups=self._groups)
+        self._due = {unit: [(p, p.grad) for p in parameters if p.grad is not None] for unit, parameters in units.items()}
 
 
 def _kept(value: Any) -> Any:
