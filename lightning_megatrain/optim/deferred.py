@@ -52,6 +52,7 @@ class DeferredUpdates:
         self.drain()
         self._grad_scale = grad_scale
         self._groups = [{name: _kept(value) for name, value in group.items() if name != "params"} for group in self._optimizer.param_groups]
+        self._optimizer.allocate(params)  # in their order, which is that of the state in a checkpoint
         units: defaultdict[Hashable | None, list[Tensor]] = defaultdict(list)
         for parameter in params:
             units[self._unit_of(parameter)].append(parameter)
