@@ -1,0 +1,115 @@
+"""A language model whose code is known: everything that may be gained is gained, and the numbers stay."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.utils.data import DataLoader
+
+from lightning_megatrain.causal_lm import CausalLM
+from lightning_megatrain.datamodules.packing import IGNORED, pad_batch
+from lightning_megatrain.optim import HostAdamW
+from tests.strategy.compare import MakeTrainer, Place, differences, plain, state, streamed
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 60,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 32,
+}
+
+
+def rows(lengths: list[int]) -> DataLoader[Any]:
+    """Rows of unequal length, so that micro-batches of one window have unequal numbers of label tokens."""
+    generator = torch.Generator().manual_seed(0)
+    data = []
+    for length in lengths:
+        ids = torch.randint(3, 60, (length,), generator=generator)
+        labels = torch.cat([torch.tensor([IGNORED]), ids[1:]])
+        data.append({"input_ids": ids, "labels": labels, "attention_mask": torch.ones_like(ids)})
+    return DataLoader(data, 2, collate_fn=pad_batch)  # type: ignore[arg-type]
+
+
+def trained(make: MakeTrainer, optimizer: str = "lightning_megatrain.optim.HostAdamW", **options: Any) -> Any:
+    torch.manual_seed(0)
+    model = CausalLM(LLAMA, optimizer=optimizer, learning_rate=1e-2)
+    trainer = make(max_epochs=1, **options)
+    trainer.fit(model, rows([5, 9, 3, 4, 12, 6, 8, 8, 4, 3]), rows([7, 4]))
+    return {name: float(value) for name, value in trainer.callback_metrics.items() if "second" not in name}, state(model)
+
+
+@pytest.mark.parametrize(
+    ("precision", "window", "clip", "optimizer"),
+    [
+        ("32-true", 1, 0.05, "lightning_megatrain.optim.HostAdamW"),
+        ("bf16-mixed", 2, 0.05, "lightning_megatrain.optim.HostAdamW"),
+        ("bf16-mixed", 3, None, "lightning_megatrain.optim.HostAdamW"),
+        ("32-true", 2, 0.05, "torch.optim.AdamW"),
+    ],
+)
+def test_numbers_are_those_of_plain_training(place: Place, precision: str, window: int, clip: float | None, optimizer: str) -> None:
+    options = {"precision": precision, "accumulate_grad_batches": window, "gradient_clip_val": clip, "optimizer": optimizer}
+    expected = trained(plain, **options)
+    with streamed(place) as make:
+        assert differences(expected, trained(make, **options)) == []
+
+
+@pytest.mark.parametrize(("precision", "window"), [("bf16-mixed", 2), ("bf16-true", 1)])
+def test_halves_too(place: Place, precision: str, window: int) -> None:
+    options = {"precision": precision, "accumulate_grad_batches": window, "gradient_clip_val": 0.05}
+    with streamed(place, masters="fp32", overlap_optimizer=False) as make:
+        expected = trained(make, **options)
+    with streamed(place, masters="split") as make:
+        assert differences(expected, trained(make, **options)) == []
+
+
+class Passes:
+    """Counts passes over host gradients: norms and multiplications of whole gradients, made outside of backward."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.clips = 0
+        clip = torch.nn.utils.clip_grad_norm_
+
+        def counted(*args: Any, **kwargs: Any) -> Tensor:
+            self.clips += 1
+            return clip(*args, **kwargs)
+
+        patch.setattr(torch.nn.utils, "clip_grad_norm_", counted)
+
+
+def test_neither_clipping_nor_the_window_takes_a_pass_over_gradients(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    passes, scales, kept = Passes(monkeypatch), [], set()
+    update = HostAdamW.update
+
+    def seen(optimizer: HostAdamW, params: Any, gradients: Any = None, *, grad_scale: float = 1.0, groups: Any = None) -> None:
+        scales.append(grad_scale)
+        for parameter, gradient in zip(params, gradients or [p.grad for p in params], strict=True):
+            kept.add((parameter.dtype, gradient.dtype))
+        update(optimizer, params, gradients, grad_scale=grad_scale, groups=groups)
+
+    def uncorrected(*_: Any) -> None:
+        raise AssertionError("a pass over all gradients")
+
+    monkeypatch.setattr(HostAdamW, "update", seen)
+    monkeypatch.setattr("lightning_megatrain.token_window.TokenWindow.correct", uncorrected)
+    with streamed(place, masters="split") as make:
+        trained(make, precision="bf16-true", accumulate_grad_batches=2, gradient_clip_val=0.05)
+    assert passes.clips == 0
+    assert any(scale < 1 for scale in scales)
+    assert kept == {(torch.bfloat16, torch.float32)}  # two micro-batches a window: the sum is FP32
+    kept.clear()
+    with streamed(place, masters="split") as make:
+        trained(make, precision="bf16-true")
+    assert kept == {(torch.bfloat16, torch.bfloat16)}  # one: the gradient stays as it came
+
+
+def test_gradients_take_their_parameters_dtype_again_afterwards() -> None:
+    with streamed("cpu", masters="split") as make:
+        model = CausalLM(LLAMA, optimizer="lightning_megatrain.optim.HostAdamW")
+        make(max_steps=1, precision="bf16-true").fit(model, rows([5, 9]))
+    assert all(isinstance(p, Parameter) and p.grad_dtype is p.dtype is torch.float32 for p in model.parameters())
