@@ -23,6 +23,9 @@ class Mode(NamedTuple):
     training: bool
     casting: bool
     """Whether autocast to BF16 is on."""
+    decided: bool
+    """Whether it had been seen before the call how autocast treats the weights. A call runs again as it ran first: a weight held in two
+    halves is rounded by the device where it travels whole, and has been rounded before where its upper half travels (ties differ)."""
 
 
 class Clock:
@@ -97,7 +100,7 @@ class HostLayer:
 
     def set_mode(self, mode: Mode) -> None:
         """Lets parameters travel as was decided for this mode."""
-        dtypes = self._dtypes_of_mode.get(mode.training, self._own_dtypes) if mode.casting else self._own_dtypes
+        dtypes = self._dtypes_of_mode.get(mode.training, self._own_dtypes) if mode.casting and mode.decided else self._own_dtypes
         if dtypes != self.dtypes:
             self._set_dtypes(dtypes)
 

@@ -244,6 +244,7 @@ class _StreamedLayer(torch.autograd.Function):
                     torch.autograd.backward([out for out, _ in pairs], [grad for _, grad in pairs], inputs=leaves)
             del results, pairs
         call.outstanding(False)
+        layer.set_mode(call.mode._replace(decided=True))  # as its weights will be sent for the next call
         arrived = [(parameter, weight.grad) for parameter, weight in zip(parameters, weights, strict=True) if weight.grad is not None]
         engine.gradients.deliver([(p, grad) for p, grad in arrived if not has_hooks(p)], more_to_come=layer.outstanding > 0)
         returned = {p: grad.to(p.device, dtype=p.grad_dtype) for p, grad in arrived if has_hooks(p)}
@@ -255,7 +256,8 @@ class _StreamedLayer(torch.autograd.Function):
 
 
 def _mode(engine: "Engine", layer: HostLayer) -> Mode:
-    return Mode(layer.module.training, casting(engine.device))
+    training = layer.module.training
+    return Mode(training, casting(engine.device), not layer.casts_undecided(training))
 
 
 def _leaf(tensor: Tensor, requires_grad: bool) -> Tensor:
