@@ -64,6 +64,7 @@ class HostUpdates:
             self._begin_deferred(module, asked)
         if self._optimizer is not None and self._automatic and not self.unknown:
             self._keep_gradients_as_they_come()
+            self._write_copies(self._optimizer)
 
     @property
     def quiet(self) -> bool:
@@ -114,6 +115,11 @@ class HostUpdates:
         if self._in_backward is not None:
             self._in_backward.close()
             self._engine.update_in_backward(None)
+        for layer in self._engine.layers:
+            layer.copy_writer = None
+        if self._optimizer is not None:
+            for parameter in (p for group in self._optimizer.param_groups for p in group["params"]):
+                self._optimizer.set_working_copy(parameter, None)
         for parameter in self._any_dtype:
             gradient, parameter.grad = parameter.grad, None
             parameter.grad_dtype = parameter.dtype
@@ -181,6 +187,13 @@ class HostUpdates:
                 f"configure_optimizers(), or set MegaTrainStrategy({option}=False)."
             )
         return self._optimizer
+
+    def _write_copies(self, optimizer: HostAdamW) -> None:
+        """Lets the update write the BF16 copies that are sent, in the pass that it makes anyway."""
+        owned = {p for group in optimizer.param_groups for p in group["params"]}
+        for layer in self._engine.layers:
+            if owned.issuperset(layer.parameters):
+                layer.copy_writer = optimizer
 
     def _keep_gradients_as_they_come(self) -> None:
         """Lets `.grad` hold BF16 where the device computed BF16; a second gradient makes it FP32."""

@@ -225,6 +225,7 @@ class MegaTrainStrategy(SingleDeviceStrategy):
                 asked=overlap is not None,
                 transient=self.transient_gradients,
             )
+            self.engine.trust_versions = self._updates.quiet
             self._know_norm(self._updates.clip)
         self.setup_precision_plugin()
 

@@ -1,7 +1,7 @@
 """The host's side of a streamed layer: its parameters, the dtypes they travel in, and the bytes to send."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,16 @@ class Clock:
 
     def tick(self) -> None:
         self.now += 1
+
+
+class CopyWriter(Protocol):
+    """Updates parameters, and writes their working copies in the same pass."""
+
+    def set_working_copy(self, parameter: Tensor, copy: Tensor | None) -> None:
+        """Fills the copy, and lets it be written by every update from now on."""
+
+    def wrote(self, parameter: Tensor, copy: Tensor) -> bool:
+        """Whether the copy has the parameter's value, as nobody else wrote the parameter."""
 
 
 class HostLayer:
@@ -87,6 +97,8 @@ class HostLayer:
         self._own_dtypes = [compute_dtype if compute_dtype and p.is_floating_point() else exact_dtype(p, split) for p in self.parameters]
         self._dtypes_of_mode: dict[bool, list[torch.dtype]] = {}
         self._copies_of: dict[tuple[torch.dtype, ...], dict[int, Tensor]] = {}
+        self.copy_writer: CopyWriter | None = None
+        """Keeps BF16 copies of FP32 parameters up to date; to be set where writes of others can be told by `_version`."""
         self.layout = 0
         """Changes when the dtypes do."""
         self._set_dtypes(self._own_dtypes)
@@ -147,9 +159,15 @@ class HostLayer:
                 if not self._copies:
                     self._copies = self._copies_of[tuple(self.dtypes)] = self._new_copies()
                 for index, copy in self._copies.items():
-                    copy.copy_(self.parameters[index].detach())
+                    self._refresh(self.parameters[index], copy)
             self._copied = key
         return [self._source(index, p) for index, p in enumerate(self.parameters)]
+
+    def _refresh(self, parameter: Parameter, copy: Tensor) -> None:
+        if self.copy_writer is None or (parameter.dtype, copy.dtype) != (torch.float32, torch.bfloat16) or not is_dense(parameter):
+            copy.copy_(parameter.detach())
+        elif not self.copy_writer.wrote(parameter, copy):
+            self.copy_writer.set_working_copy(parameter, copy)
 
     def _source(self, index: int, parameter: Parameter) -> Tensor | OnTheWay:
         if index in self._copies:

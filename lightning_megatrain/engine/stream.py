@@ -39,11 +39,12 @@ class Slot:
 class Updates(Protocol):
     """Updates of layers' host weights that are still to come."""
 
-    def is_due(self, layer: HostLayer) -> bool:
-        """Whether the layer's weights are to be updated before they are next read."""
+    @property
+    def any_due(self) -> bool:
+        """Whether any layer's weights are to be updated before they are next read."""
 
     def run(self, layer: HostLayer) -> None:
-        """Updates them if that is due."""
+        """Updates a layer's if that is due."""
 
 
 class Stream:
@@ -102,7 +103,7 @@ class Stream:
             self._next[self._last] = use
         self._last = use
         ahead = self._guess(use)
-        if ahead is not None and self.updates is not None and self.updates.is_due(self._layers[ahead[0]]):
+        if self.updates is not None and self.updates.any_due:
             self._after_release = ahead  # so that the host updates those weights while the device runs this layer
         else:
             self._load_ahead(ahead)
@@ -115,12 +116,6 @@ class Stream:
         slot.released = self._lanes.compute.record()
         ahead, self._after_release = self._after_release, None
         self._load_ahead(ahead)
-
-    def settle_layer(self, layer: HostLayer) -> None:
-        """Waits until every load of one layer has read its weights, which will be written next."""
-        for slot in self._slots:
-            if slot.layer is layer and slot.loaded is not None:
-                self._lanes.synchronize(slot.loaded, "weights read")
 
     def keep(self, layers: Sequence[HostLayer]) -> None:
         """Gives each of `layers` a slot of its own, of the size of its weights as they travel now."""
@@ -138,9 +133,8 @@ class Stream:
 
     def abandon(self) -> None:
         """Frees slots that a failed step left in use."""
-        for slot in (*self._kept.values(), *self._slots):
         self._after_release = None
-        for slot in self._slots:
+        for slot in (*self._kept.values(), *self._slots):
             slot.users = 0
 
     def close(self) -> None:
@@ -174,6 +168,7 @@ class Stream:
             if use is None:
                 return
             layer = self._layers[use[0]]
+            self._update(layer)
             if self._slot_of(layer) is None:
                 if self._own_slot(layer) is not None or any(not slot.users for slot in self._slots):
                     self._load(layer)
@@ -181,12 +176,6 @@ class Stream:
             if layer not in self._kept:
                 return
             use = self._guess(use)
-        if use is None:
-            return
-        layer = self._layers[use[0]]
-        self._update(layer)
-        if self._slot_of(layer) is None and any(not slot.users for slot in self._slots):
-            self._load(layer)
 
     def _update(self, layer: HostLayer) -> None:
         if self.updates is not None:

@@ -28,6 +28,11 @@ class DeferredUpdates:
         self._step_at_once = optimizer.take_step
         optimizer.take_step = self._take_step
 
+    @property
+    def any_due(self) -> bool:
+        """Whether any unit has its update of the last step to come."""
+        return bool(self._due)
+
     def is_due(self, unit: Hashable) -> bool:
         """Whether the unit still has its update of the last step to come."""
         return unit in self._due

@@ -212,7 +212,11 @@ class HostAdamW(torch.optim.Optimizer):
             )
         with torch.no_grad():
             copy.copy_(parameter)
-        self._working_copies[parameter] = copy
+        self._working_copies[parameter], self._versions[parameter] = copy, parameter._version
+
+    def wrote(self, parameter: Tensor, copy: Tensor) -> bool:
+        """Whether `copy` is the parameter's working copy and has its value: nobody else wrote the parameter in a way that can be seen."""
+        return self._working_copies.get(parameter) is copy and self._versions.get(parameter) == parameter._version
 
     def master(self, parameter: Tensor) -> Tensor:
         """The exact FP32 value of a parameter, as a new tensor where the parameter is held in two halves, else the parameter's own."""

@@ -13,6 +13,7 @@ from lightning_megatrain.datamodules.packing import IGNORED, pad_batch
 from lightning_megatrain.engine.resident import _Resident
 from lightning_megatrain.engine.sources import OnTheWay, in_memory_order
 from lightning_megatrain.optim import HostAdamW, split
+from lightning_megatrain.token_window import TokenWindow
 from tests.strategy.compare import MakeTrainer, Place, differences, plain, state, streamed
 
 LLAMA = {
@@ -112,11 +113,11 @@ def test_neither_clipping_nor_the_window_takes_a_pass_over_gradients(place: Plac
             kept.add((parameter.dtype, gradient.dtype))
         update(optimizer, params, gradients, grad_scale=grad_scale, groups=groups)
 
-    def uncorrected(*_: Any) -> None:
-        raise AssertionError("a pass over all gradients")
+    def uncorrected(window: TokenWindow, parameters: Any, micro_batches: int) -> None:
+        assert window.factor(micro_batches) == 1.0, "a pass over all gradients"
 
     monkeypatch.setattr(HostAdamW, "update", seen)
-    monkeypatch.setattr("lightning_megatrain.token_window.TokenWindow.correct", uncorrected)
+    monkeypatch.setattr(TokenWindow, "correct", uncorrected)
     with streamed(place, masters="split") as make:
         trained(make, precision="bf16-true", accumulate_grad_batches=2, gradient_clip_val=0.05)
     assert passes.clips == 0
@@ -133,3 +134,18 @@ def test_gradients_take_their_parameters_dtype_again_afterwards() -> None:
         model = CausalLM(LLAMA, optimizer="lightning_megatrain.optim.HostAdamW")
         make(max_steps=1, precision="bf16-true").fit(model, rows([5, 9]))
     assert all(isinstance(p, Parameter) and p.grad_dtype is p.dtype is torch.float32 for p in model.parameters())
+
+
+def test_the_update_writes_the_copies_that_are_sent(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    filled: list[int] = []
+    fill = HostAdamW.set_working_copy
+
+    def counted(optimizer: HostAdamW, parameter: Tensor, copy: Tensor | None) -> None:
+        filled.append(copy is not None)
+        fill(optimizer, parameter, copy)
+
+    monkeypatch.setattr(HostAdamW, "set_working_copy", counted)
+    with streamed(place) as make:
+        trained(make, precision="bf16-mixed")
+    matrices = 2 * 7  # of two layers
+    assert sum(filled) == matrices  # filled once, and never again in five steps
