@@ -112,3 +112,24 @@ def test_the_page_shows_what_the_formula_gives(repository, capsys):
     for name in ("Qwen2.5-7B", "Llama-3-8B", "Llama-2-7B"):
         peak = device_peak_bytes(AutoConfig.for_model(**SEVEN_BILLION[name]), 524288, token_slice=4096, loss_slice=4096)
         assert f"{peak / 1e9:.0f} GB for {name}" in text
+
+
+def test_a_mask_is_made_only_where_documents_are_packed_or_padded():
+    module = CausalLM(llama(32, 32, 1, 4, 4, 64), attn_implementation="sdpa")
+    module.configure_model()
+    masks = []
+    module.model.model.layers[0].self_attn.register_forward_pre_hook(
+        lambda _, args, kwargs: masks.append(kwargs["attention_mask"]), with_kwargs=True
+    )
+    ids, ones = torch.arange(12)[None], torch.ones(1, 12, dtype=torch.long)
+    rows = {
+        "bare": {},
+        "one document": {"position_ids": torch.arange(12)[None]},
+        "no padding": {"attention_mask": ones},
+        "packed": {"position_ids": torch.arange(6).repeat(2)[None]},
+        "padded": {"attention_mask": torch.cat([ones[:, :8], 0 * ones[:, 8:]], dim=1)},
+    }
+    for row in rows.values():
+        module._run({"input_ids": ids, **row})
+    made = {name: mask is not None for name, mask in zip(rows, masks, strict=True)}
+    assert made == {"bare": False, "one document": False, "no padding": False, "packed": True, "padded": True}
