@@ -1,8 +1,9 @@
 """Policies that choose the data while the model trains: which samples, how much of each domain, how much each sample counts."""
 
 from lightning_megatrain.callbacks.decision_log import read_decisions
+from lightning_megatrain.callbacks.errors import PolicyError
 from lightning_megatrain.callbacks.mixture import ODM, DoReMi, MixturePolicy, StaticMixture
-from lightning_megatrain.callbacks.policy import Policy, PolicyError
+from lightning_megatrain.callbacks.policy import Policy
 from lightning_megatrain.callbacks.reweighting import LossReweighting, ReweightingPolicy
 from lightning_megatrain.callbacks.schedule import Schedule
 from lightning_megatrain.callbacks.selection import LESS, LossSelection, RandomSelection, ReplaySelection, Selected, SelectionPolicy

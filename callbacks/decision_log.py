@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from lightning.fabric.utilities.rank_zero import rank_zero_info
 
 SCHEMA = pa.schema(
     [("step", pa.int64()), ("index", pa.int64()), ("domain", pa.string()), ("score", pa.float64()), ("weight", pa.float64())]
@@ -61,6 +62,16 @@ class DecisionLog:
         pq.write_table(table, part)
         part.rename(self.folder / name)
 
+    def start(self) -> None:
+        """Begin anew: what an earlier run has left in the folder is moved to a folder beside it, with a number."""
+        if not any(self.folder.glob("decisions-*.parquet")):
+            return
+        number = 1
+        while (kept := self.folder.with_name(f"{self.folder.name}.{number}")).exists():
+            number += 1
+        self.folder.rename(kept)
+        rank_zero_info(f"The decisions of an earlier run in {self.folder} are kept in {kept}.")
+
     def resume(self, earlier: Path, step: int) -> None:
         """Take over the decisions of an interrupted run up to ``step``; those after it are made again.
 
@@ -68,13 +79,11 @@ class DecisionLog:
             earlier: That run's folder; may be this one, or gone.
             step: Optimizer steps done at the checkpoint.
         """
-        files = sorted(earlier.glob("decisions-*.parquet"))
-        if not files:
-            return
-        kept = read_decisions(earlier)
-        kept = kept.filter(pa.compute.less_equal(kept["step"], step))
-        if self.folder.exists():
+        rows = read_decisions(earlier) if any(earlier.glob("decisions-*.parquet")) else SCHEMA.empty_table()
+        if self.folder.exists() and self.folder.resolve() == earlier.resolve():
             shutil.rmtree(self.folder)
+        self.start()
+        kept = rows.filter(pa.compute.less_equal(rows["step"], step))
         if len(kept):
             self._pending = [kept]
             self.flush()

@@ -14,10 +14,12 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader
 
+from lightning_megatrain.callbacks.errors import PolicyError
 from lightning_megatrain.datamodules.dynamic_loader import DynamicLoader
 from lightning_megatrain.datamodules.sample_domains import DomainOf
 
 _ATTACHED: WeakKeyDictionary[pl.Trainer, _Attachment] = WeakKeyDictionary()
+_WRAPPED: WeakKeyDictionary[pl.Trainer, DynamicLoader] = WeakKeyDictionary()  # the last loader that was wrapped, with its decisions
 
 
 class _Attachment:
@@ -25,6 +27,7 @@ class _Attachment:
 
     def __init__(self, trainer: pl.Trainer) -> None:
         self.domain: DomainOf | None = None
+        self.names: list[str] = []  # of the policies, for messages
         self._source = trainer.fit_loop._data_source
         self._original = self._source.instance
         if self._source.is_module():
@@ -33,7 +36,12 @@ class _Attachment:
 
             @functools.wraps(given)
             def train_dataloader() -> Any:
-                return self._dynamic(trainer, given())
+                loader = given()  # what goes wrong in it is the project's
+                try:
+                    return self._dynamic(trainer, loader)
+                except Exception as error:
+                    names = ", ".join(dict.fromkeys(self.names))
+                    raise PolicyError(f"{names} failed at step {trainer.global_step}: {error}") from error
 
             # On the instance: shadows the method of the class and is deleted again.
             setattr(self._original, self._source.name, train_dataloader)
@@ -79,15 +87,20 @@ class _Attachment:
         prepared = _process_dataloader(trainer, TrainerFn.FITTING, RunningStage.TRAINING, loader)
         assert isinstance(prepared, DataLoader)
         seed = int(os.environ.get("PL_GLOBAL_SEED", 0))  # as Lightning seeds its distributed sampler
-        return DynamicLoader.from_dataloader(prepared, domain=self.domain, seed=seed, **_share(trainer))
+        dynamic = DynamicLoader.from_dataloader(prepared, domain=self.domain, seed=seed, **_share(trainer))
+        if trainer.global_step > 0 and (earlier := _WRAPPED.get(trainer)) is not None:
+            dynamic.take_over(earlier)  # a further fit of the same Trainer goes on under the same decisions
+        _WRAPPED[trainer] = dynamic
+        return dynamic
 
 
-def attach(trainer: pl.Trainer, domain: DomainOf | None) -> None:
+def attach(trainer: pl.Trainer, domain: DomainOf | None, name: str) -> None:
     """Put a dynamic loader in the place of the training loader; to be called in a callback's ``setup``.
 
     Args:
         trainer: About to fit.
         domain: Where a plain DataLoader's samples have their domain; policies that give one must agree.
+        name: Of the policy, for messages.
 
     Raises:
         MisconfigurationException: the Trainer reloads its loaders.
@@ -104,6 +117,7 @@ def attach(trainer: pl.Trainer, domain: DomainOf | None) -> None:
     attachment = _ATTACHED.get(trainer)
     if attachment is None:
         attachment = _ATTACHED[trainer] = _Attachment(trainer)
+    attachment.names.append(name)
     if domain is not None:
         attachment.set_domain(domain)
 

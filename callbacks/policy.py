@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from lightning_megatrain.callbacks.decision_log import DecisionLog
+from lightning_megatrain.callbacks.errors import PolicyError
 from lightning_megatrain.callbacks.figure import draw_history
 from lightning_megatrain.callbacks.loader_access import attach, detach, training_loader
 from lightning_megatrain.callbacks.schedule import Schedule
@@ -22,10 +24,6 @@ from lightning_megatrain.datamodules.sample_domains import DomainOf
 from lightning_megatrain.loader_place import restore_place
 
 T = TypeVar("T")
-
-
-class PolicyError(RuntimeError):
-    """A policy failed; the message names it and the step, ``__cause__`` is what happened."""
 
 
 class Policy(pl.Callback):
@@ -72,6 +70,8 @@ class Policy(pl.Callback):
         self._step = -1  # optimizer steps done when last looked at
         self._log: DecisionLog | None = None
         self._earlier_log: Path | None = None  # of the run that was interrupted
+        self._new: dict[str, Any] | None = None  # the state of a policy that has not decided
+        self._resumed = False
         self._loader: DynamicLoader | None = None
         self._folder = Path()
 
@@ -87,6 +87,9 @@ class Policy(pl.Callback):
 
     def prepare(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Check and make ready, before the first step of a run (also a resumed one)."""
+
+    records_the_step_under_way = False
+    """Whether decisions are recorded while a step is under way, with the number of steps done before it."""
 
     def observe(self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, batch: Any) -> None:
         """See a micro-batch that was trained on; ``self.loader.last`` tells what it is made of."""
@@ -159,6 +162,7 @@ class Policy(pl.Callback):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._resumed = True
         self._step, self.updates = state_dict["step"], state_dict["updates"]
         self.history = [(int(step), dict(metrics)) for step, metrics in state_dict["history"]]
         self._earlier_log = Path(state_dict["decisions"]) if state_dict["decisions"] else None
@@ -168,19 +172,25 @@ class Policy(pl.Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage == "fit":
             with self._naming_errors(trainer):
-                attach(trainer, self.domain)
+                if self._new is None and not self._resumed:
+                    self._new = copy.deepcopy(self.state_dict())
+                attach(trainer, self.domain, self.name)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         restore_place(trainer)
+        if trainer.global_step == 0 and self._new is not None and not self._resumed:
+            self.load_state_dict(copy.deepcopy(self._new))  # a new run, after another that this object was in
         with self._naming_errors(trainer):
             self._loader = training_loader(trainer)
             warn_if_validated_on(self, trainer)
             self._folder = Path(trainer.log_dir or trainer.default_root_dir) / "policies" / self.name  # on all ranks: it communicates
-            if self.record and trainer.is_global_zero:
+            if self.record and trainer.is_global_zero and not trainer.fast_dev_run:
                 self._log = DecisionLog(self._folder / "decisions")
-                if self._earlier_log is not None:
-                    self._log.resume(self._earlier_log, trainer.global_step)
+                if self._resumed and self._earlier_log is not None:
+                    self._log.resume(self._earlier_log, trainer.global_step - self.records_the_step_under_way)
+                elif trainer.global_step == 0:
+                    self._log.start()
             self.prepare(trainer, pl_module)
         if trainer.global_step != trainer.max_steps:
             self._act_if_due(trainer, pl_module)
@@ -203,6 +213,7 @@ class Policy(pl.Callback):
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage == "fit":
             detach(trainer)
+            self._resumed = False
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:

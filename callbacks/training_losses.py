@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_megatrain.callbacks.errors import PolicyError
 from lightning_megatrain.callbacks.gather import gather_rows
-from lightning_megatrain.callbacks.policy import PolicyError
 from lightning_megatrain.model_ops.hugging_face import (
     IGNORED,
     base_of,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from copy import copy
 from typing import Any
@@ -10,14 +9,15 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
+from lightning_megatrain.datamodules.feed import Epoch, Feed
 from lightning_megatrain.datamodules.plan import Plan
 from lightning_megatrain.datamodules.planner import Delivered, Planner, Shape
-from lightning_megatrain.datamodules.sample_domains import THREE_FORMS, DomainOf, find_domains
+from lightning_megatrain.datamodules.sample_domains import THREE_FORMS, DomainOf
 from lightning_megatrain.datamodules.sampler_order import SamplerOrder
-from lightning_megatrain.datamodules.sources import Sources, sample_count
-from lightning_megatrain.datamodules.streams import count_parts
+from lightning_megatrain.datamodules.training_data import TrainingData
+from lightning_megatrain.datamodules.wrapping import batch_size_of
 
 
 class DynamicLoader:
@@ -88,26 +88,16 @@ class DynamicLoader:
             raise ValueError(f"`steps_per_epoch` must be at least 1, got {steps_per_epoch}.")
         if window < 1:
             raise ValueError(f"`window` must be at least 1, got {window}.")
-        self.dataset, self.batch_size, self.drop_last, self.seed = dataset, batch_size, drop_last, seed
-        self._domain_of, self._steps_per_epoch = domain, steps_per_epoch
+        self.batch_size, self.drop_last, self.seed, self._steps_per_epoch = batch_size, drop_last, seed, steps_per_epoch
         self._window, self._shuffle, self._first_proportions = window, shuffle, proportions
         self._rank, self._world_size = rank, world_size
         self._own_order: SamplerOrder | None = None
-        self._sources = {"": dataset} if not isinstance(dataset, Mapping) else dict(dataset)
-        if isinstance(dataset, Mapping) and domain is not None:
-            raise ValueError("Named datasets are their own domains: leave out `domain=`.")
-        self._sizes = {name: sample_count(source, name) for name, source in self._sources.items()}
-        self._streamed = any(size is None for size in self._sizes.values())
-        if self._streamed and steps_per_epoch is None:
+        self.data = TrainingData(dataset, domain)
+        if self.data.streams and steps_per_epoch is None:
             raise ValueError("A stream has no length: give `steps_per_epoch=`, the number of batches to call an epoch.")
-        if self._streamed and domain is not None:
-            raise ValueError(f"The domains of a stream must be separate streams, one per name.\n{THREE_FORMS}")
-        self._source: Any = dataset
-        if isinstance(dataset, Mapping) or self._streamed:
-            self._source = Sources(self._sources, self._sizes)
-        self._feed = _Feed(self)
+        self._feed = Feed(self)
         self._inner: DataLoader[Any] = DataLoader(
-            self._source,
+            self.data.source,
             batch_sampler=self._feed,
             collate_fn=collate_fn,
             num_workers=num_workers,
@@ -141,30 +131,14 @@ class DynamicLoader:
         Raises:
             TypeError: the dataset is iterable, or the loader does not batch.
         """
-        if isinstance(loader.dataset, IterableDataset) or not hasattr(loader.dataset, "__getitem__"):
-            raise TypeError(
-                f"The samples of an iterable dataset ({type(loader.dataset).__name__}) cannot be chosen by index. Return a `DynamicLoader` "
-                "instead of a DataLoader: `DynamicLoader({'name': stream, ...}, batch_size=..., steps_per_epoch=...)` mixes "
-                "streams; to select samples, make the dataset map-style (`__getitem__` and `__len__`)."
-            )
-        if loader.batch_sampler is None:
-            raise TypeError("A DataLoader with `batch_size=None` does not batch. Give it a `batch_size`, or return a `DynamicLoader`.")
-        batch_size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
-        if batch_size is None:
-            raise TypeError(
-                f"The batch sampler {type(loader.batch_sampler).__name__} does not tell its batch size. Give it an attribute `batch_size`, "
-                "or return a `DynamicLoader`."
-            )
+        batch_size = batch_size_of(loader)
         self = cls.__new__(cls)
-        self.dataset, self.batch_size, self.drop_last, self.seed = loader.dataset, batch_size, loader.drop_last, seed
-        self._domain_of, self._steps_per_epoch, self._window = domain, None, 1024
-        self._shuffle, self._first_proportions = True, None
+        self.batch_size, self.drop_last, self.seed, self._steps_per_epoch = batch_size, loader.drop_last, seed, None
+        self._window, self._shuffle, self._first_proportions = 1024, True, None
         self._rank, self._world_size = rank, world_size
-        self._sources = {"": loader.dataset}
-        self._sizes = {"": sample_count(loader.dataset, "")}
-        self._streamed, self._source = False, loader.dataset
+        self.data = TrainingData(loader.dataset, domain)
         self._own_order = SamplerOrder(loader)
-        self._feed = _Feed(self, getattr(loader.batch_sampler, "sampler", loader.batch_sampler))
+        self._feed = Feed(self, getattr(loader.batch_sampler, "sampler", loader.batch_sampler))
         self._inner = copy(loader)  # keeps a subclass, its collate, workers and generator as they are
         self._inner.__dict__["batch_sampler"] = self._feed  # DataLoader refuses to set it by name
         self._inner.__dict__["_iterator"] = None
@@ -174,6 +148,7 @@ class DynamicLoader:
     def _start(self) -> None:
         self.last: Delivered | None = None
         self._planner_in_use: Planner | None = None
+        self._earlier: DynamicLoader | None = None  # whose decisions to take over
         self._stale = False  # what the DataLoader's iterator has fetched ahead is out of date
         self._unused: Iterator[Any] | None = None  # a DataLoader's iterator, with no batch taken
         self._resumed = False
@@ -195,7 +170,7 @@ class DynamicLoader:
         return torch.distributed.get_world_size() if torch.distributed.is_available() and torch.distributed.is_initialized() else 1
 
     @property
-    def batch_sampler(self) -> _Feed:
+    def batch_sampler(self) -> Feed:
         """Where Lightning looks for a sampler to tell the epoch."""
         return self._feed
 
@@ -217,7 +192,12 @@ class DynamicLoader:
     @property
     def num_samples(self) -> int | None:
         """Samples of all domains, None with a stream."""
-        return None if self._streamed else sum(s or 0 for s in self._sizes.values())
+        return self.data.num_samples
+
+    @property
+    def dataset(self) -> Any:
+        """The dataset, or the named datasets, that were given."""
+        return self.data.dataset
 
     @property
     def samples(self) -> Any:
@@ -226,18 +206,12 @@ class DynamicLoader:
         Raises:
             TypeError: a source is a stream.
         """
-        if self._streamed:
-            streams = [name or "the dataset" for name, size in self._sizes.items() if size is None]
-            raise TypeError(
-                f"The samples of a stream ({', '.join(streams)}) cannot be chosen by index. To select samples make it map-style "
-                "(`datasets.load_dataset` without `streaming=True`); a mixture and a reweighting work on streams as they are."
-            )
-        return self._source
+        return self.data.samples
 
     @property
     def has_domains(self) -> bool:
         """Whether the data comes with domains."""
-        return self._domain_of is not None or isinstance(self.dataset, Mapping)
+        return self.data.has_domains
 
     @property
     def domains(self) -> list[str]:
@@ -279,7 +253,7 @@ class DynamicLoader:
         _ = self.samples
         if self._planner_in_use is not None:
             raise RuntimeError("The loader is in use: say where the domains are before its first batch.")
-        self._domain_of = domain
+        self.data.domain = domain
 
     def domain_of(self, indices: ArrayLike) -> NDArray[np.int64]:
         """Return the domain (position in :attr:`domains`) of each of ``indices``, which are (N,) integers."""
@@ -305,25 +279,21 @@ class DynamicLoader:
     def _planner(self) -> Planner:
         """Made when first needed: a column of domains may take a pass over the data, and ranks must be known."""
         if self._planner_in_use is None:
-            names, ids = list(self._sources), None
-            sizes: list[int | None] = list(self._sizes.values())
-            if self._domain_of is not None:
-                names, ids = find_domains(self.dataset, self._domain_of)
-                sizes = np.bincount(ids, minlength=len(names)).tolist()
+            names, sizes, ids = self.data.find_domains()
             if self._first_proportions is not None and not self.has_domains:
                 raise ValueError(f"`proportions` needs domains.\n{THREE_FORMS}")
             one_pass = self._steps_per_epoch is None
             shape = Shape(self.batch_size, self.rank, self.world_size, len(self), self.num_samples, one_pass, self.drop_last)
             window = -(-self._window // shape.global_batch) * shape.global_batch
             readers = self.world_size * max(self._inner.num_workers, 1)
-            parts = [count_parts(source, readers) for source in self._sources.values()] if self._streamed else None
+            parts = self.data.count_parts(readers)
             plan = Plan(sizes, names, ids, seed=self.seed, window=window, shuffle=self._shuffle, ranks=self.world_size, parts=parts)
-            plan.set_proportions(self._first_proportions or self._equal_shares(), 0)
-            self._planner_in_use = Planner(plan, shape, self._own_order, self.has_domains, keyed_by_domain=self._streamed)
+            plan.set_proportions(self._first_proportions or self.data.equal_shares(), 0)
+            self._planner_in_use = Planner(plan, shape, self._own_order, self.has_domains, keyed_by_domain=bool(self.data.streams))
+            if self._earlier is not None:
+                self._planner_in_use.take_over(self._earlier._planner)
+                self._earlier = None
         return self._planner_in_use
-
-    def _equal_shares(self) -> dict[str, float] | None:
-        return dict.fromkeys(self._sources, 1.0) if self._streamed else None
 
     # ---------------------------------------------------------------- decisions
 
@@ -335,13 +305,17 @@ class DynamicLoader:
             ordered: Serve them in the order given, again and again, instead of shuffled.
 
         Raises:
-            TypeError: a source is a stream.
+            TypeError: a source is a stream, or the indices are no whole numbers.
             ValueError: no index, or one outside the dataset.
         """
         pool: NDArray[np.int64] | None = None
         if indices is not None:
             _ = self.samples
-            pool = np.array(indices, dtype=np.int64).reshape(-1)
+            given = np.asarray(indices)
+            if given.size and given.dtype.kind not in "iu":
+                hint = " For a mask give `numpy.flatnonzero(mask)`." if given.dtype.kind == "b" else ""
+                raise TypeError(f"A pool needs whole numbers, the samples' positions, got {given.dtype}.{hint}")
+            pool = given.astype(np.int64).reshape(-1)
             total = self.num_samples or 0
             if not len(pool) or pool.min() < 0 or pool.max() >= total:
                 raise ValueError(
@@ -361,8 +335,21 @@ class DynamicLoader:
             ValueError: the data has no domains, or a weight is missing or wrong.
         """
         _ = self.domains
-        self._planner.change(lambda number: self.plan.set_proportions(proportions or self._equal_shares(), number))
+        self._planner.change(lambda number: self.plan.set_proportions(proportions or self.data.equal_shares(), number))
         self._stale = True
+
+    def take_over(self, earlier: DynamicLoader) -> None:
+        """Put the decisions of another loader over the same data in force, and go on where it is under them; before the first batch.
+
+        Args:
+            earlier: That loader.
+
+        Raises:
+            ValueError: its data has another number of samples.
+        """
+        if earlier.num_samples != self.num_samples:
+            raise ValueError(f"The decisions in force are about {earlier.num_samples} samples, the data now has {self.num_samples}.")
+        self._earlier = earlier
 
     # ---------------------------------------------------------------- iteration
 
@@ -379,7 +366,7 @@ class DynamicLoader:
         if self.delivered and (not self._resumed or self.delivered >= len(self)):
             self._begin_epoch(self.epoch + 1)
         self._resumed = False
-        return _Epoch(self)
+        return Epoch(self)
 
     def set_epoch(self, epoch: int) -> None:
         """Begin epoch ``epoch``, unless the loader is in it already. Lightning calls this at the start of every epoch."""
@@ -403,65 +390,3 @@ class DynamicLoader:
         """
         self._planner.load_state_dict(state)
         self._stale = self._resumed = True
-
-
-class _Epoch(Iterator[Any]):
-    """One epoch's batches; starts the DataLoader's iterator anew when what it fetched ahead is out of date."""
-
-    def __init__(self, loader: DynamicLoader) -> None:
-        self._loader = loader
-        self._batches = self._begin()
-
-    def __next__(self) -> Any:
-        if self._loader._stale:
-            self._batches = self._begin()
-        batch = next(self._batches)
-        self._loader._unused = None
-        self._loader.last = self._loader._planner.hand_out()
-        return batch
-
-    def _begin(self) -> Iterator[Any]:
-        loader = self._loader
-        if loader._unused is not None and not loader._stale:
-            return loader._unused  # Lightning calls `iter` once more, to see that it can
-        loader._stale = False
-        loader._planner.rewind()
-        if isinstance(loader._source, Sources):
-            inner = loader._inner
-            loader._source.keep = (inner.num_workers * (inner.prefetch_factor or 0) + 1) * loader.batch_size * loader.world_size
-        loader._unused = iter(loader._inner)
-        return loader._unused
-
-
-class _Feed:
-    """The batch sampler of the inner DataLoader: asks the plan for one batch after another."""
-
-    def __init__(self, loader: DynamicLoader, wrapped_sampler: Any = None) -> None:
-        # Weak, as a cycle would leave the workers to the garbage collector, which may run in a forked process that cannot end them.
-        self._owner = weakref.ref(loader)
-        self._wrapped_sampler = wrapped_sampler
-
-    @property
-    def _loader(self) -> DynamicLoader:
-        loader = self._owner()
-        if loader is None:
-            raise RuntimeError("The DynamicLoader is gone. Keep it alive while its batches are read.")
-        return loader
-
-    @property
-    def sampler(self) -> _Feed:
-        """Where Lightning looks for ``set_epoch``."""
-        return self
-
-    def set_epoch(self, epoch: int) -> None:
-        """Tell the loader, and the sampler of a wrapped DataLoader, which epoch begins."""
-        if hasattr(self._wrapped_sampler, "set_epoch"):
-            self._wrapped_sampler.set_epoch(epoch)
-        self._loader.set_epoch(epoch)
-
-    def __iter__(self) -> Iterator[list[Any]]:
-        while (planned := self._loader._planner.take()) is not None:
-            yield planned.keys
-
-    def __len__(self) -> int:
-        return len(self._loader)

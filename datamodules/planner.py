@@ -149,6 +149,14 @@ class Planner:
         self.changes += 1
         self._position = self._here()
 
+    def take_over(self, earlier: Planner) -> None:
+        """Put another planner's decisions in force, and go on where it is under them."""
+        self._ahead.clear()
+        self.changes = earlier.changes
+        self.plan.load_decisions(earlier.plan.decisions())
+        self.plan.seek(earlier._position["plan"])
+        self._position = self._here()
+
     def state_dict(self) -> dict[str, Any]:
         """Return the place and the decisions in force."""
         return {

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping
+from itertools import accumulate
 from typing import Any
 
-import numpy as np
 from torch.utils.data import Dataset, IterableDataset
 
 from lightning_megatrain.datamodules.streams import OrdinalReader, part_of
@@ -47,20 +48,20 @@ class Sources(Dataset[Any]):
     def __init__(self, sources: Mapping[str, Any], sizes: Mapping[str, int | None]) -> None:
         self._sources = list(sources.values())
         self._sizes = list(sizes.values())
-        self._offsets = np.cumsum([0] + [s or 0 for s in self._sizes])
+        self._offsets = list(accumulate((s or 0 for s in self._sizes), initial=0))
         self._readers: dict[tuple[int, int, int], OrdinalReader] = {}  # by number of the dataset, part and parts
         self.keep = 1  # samples a reader can go back
 
     def __len__(self) -> int:
-        return int(self._offsets[-1])
+        return self._offsets[-1]
 
     def __getitem__(self, key: int | tuple[int, int, int]) -> Any:
         if not isinstance(key, tuple):
-            source = int(np.searchsorted(self._offsets, key, side="right")) - 1
-            return self._sources[source][int(key) - int(self._offsets[source])]
+            source = bisect_right(self._offsets, key) - 1
+            return self._sources[source][int(key) - self._offsets[source]]
         source, place, parts = key
         if self._sizes[source] is not None:
-            return self._sources[source][place - int(self._offsets[source])]
+            return self._sources[source][place - self._offsets[source]]
         which = (source, place % parts, parts)
         if which not in self._readers:
             self._readers[which] = OrdinalReader(part_of(self._sources[source], place % parts, parts), self.keep)

@@ -37,6 +37,7 @@ class ReweightingPolicy(Policy):
         MisconfigurationException: the module optimizes by hand, so its backward runs before the weights are known.
     """
 
+    records_the_step_under_way = True
     needs_tokens = False
     """Whether :meth:`weigh` looks at single tokens."""
 
@@ -45,7 +46,7 @@ class ReweightingPolicy(Policy):
 
     def __init__(self, **policy: Any) -> None:
         super().__init__(**policy)
-        self._weighting = False  # in the optimizer step under way
+        self._weighted_step: int | None = None  # the last one that is weighted, by the number of steps done before it
         self._trainer: pl.Trainer | None = None
         self._range: list[tuple[float, float]] = []  # lowest and highest weight over the mean one, of the step's micro-batches
 
@@ -79,8 +80,14 @@ class ReweightingPolicy(Policy):
             self._trainer = None
 
     @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.global_step > 0:
+            self._report_step(trainer)  # of a checkpoint that another callback saved before this one had seen the end of its step
+        super().on_train_start(trainer, pl_module)
+
+    @override
     def act(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        self._weighting = True
+        self._weighted_step = trainer.global_step
 
     @override
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -89,24 +96,27 @@ class ReweightingPolicy(Policy):
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.global_step != self._step:  # an optimizer step is done
-            if self._range:
-                self.report(trainer, {"weight/least": min(r[0] for r in self._range), "weight/most": max(r[1] for r in self._range)})
-                self._range = []
-            self._weighting = self._weighting and self.weighs_every_step
+        self._report_step(trainer)
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     @override
     def own_state(self) -> dict[str, Any]:
-        return {"weighting": self._weighting}
+        return {"weighted_step": self._weighted_step, "range": self._range}
 
     @override
     def load_own_state(self, state: dict[str, Any]) -> None:
-        self._weighting = state["weighting"]
+        self._weighted_step, self._range = state["weighted_step"], [tuple(r) for r in state["range"]]
+
+    def _report_step(self, trainer: pl.Trainer) -> None:
+        if trainer.global_step != self._step and self._range:  # an optimizer step is done
+            self.report(trainer, {"weight/least": min(r[0] for r in self._range), "weight/most": max(r[1] for r in self._range)})
+            self._range = []
 
     def _see(self, losses: StepLosses, batch: Any) -> Tensor | None:
         trainer = self._trainer
-        if trainer is None or not self._weighting:
+        if trainer is None or self._weighted_step is None:
+            return None
+        if not self.weighs_every_step and self._weighted_step != trainer.global_step:
             return None
         with self._naming_errors(trainer):
             weights_B = self.weigh(losses, batch).float()

@@ -19,6 +19,7 @@ from typing_extensions import override
 from lightning_megatrain import model_ops
 from lightning_megatrain.callbacks.selection.selection import Selected, SelectionPolicy, highest
 from lightning_megatrain.callbacks.target import Target, find_target
+from lightning_megatrain.model_ops.preconditioning import not_adam
 
 
 class LESS(SelectionPolicy):
@@ -90,6 +91,14 @@ class LESS(SelectionPolicy):
     def prepare(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         super().prepare(trainer, module)
         self._tasks = find_target(self.target, trainer)  # refuses a target that is not there, before training
+        if self.gradient == "adam" and self.schedule.max_updates != 0:
+            optimizers = [getattr(o, "optimizer", o) for o in trainer.optimizers]
+            kinds = {kind for o in optimizers for group in o.param_groups if (kind := not_adam(o, group))}
+            if kinds and self.settings.parameters is None:  # else the chosen parameters' optimizer is looked at when it is used
+                raise ValueError(
+                    f"`gradient='adam'` needs the state of Adam or AdamW, but {', '.join(sorted(kinds))} trains the model. Use "
+                    "LESS(gradient='sgd'), which takes the gradients themselves."
+                )
 
     @override
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:

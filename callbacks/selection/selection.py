@@ -102,6 +102,8 @@ class SelectionPolicy(Policy):
             collate_fn: Default: the training loader's.
             options: Further arguments of ``model_ops.over_dataset``.
         """
+        trainer = module.trainer
+        options.setdefault("progress", trainer.progress_bar_callback is not None)
         return model_ops.over_dataset(
             operation,
             module,

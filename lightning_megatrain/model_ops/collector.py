@@ -9,7 +9,7 @@ Shapes: B samples, K features.
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from lightning_megatrain.model_ops.per_sample import SampleGradients, Zeros, sum
 from lightning_megatrain.model_ops.preconditioning import AdamMoments
 from lightning_megatrain.model_ops.projection import Projection
 from lightning_megatrain.model_ops.taps import TENSOR, Join, Tap
+from lightning_megatrain.model_ops.weight_reads import WeightReads
 
 LayerNames = tuple[str, dict[str, str]]  # a layer's path, and for its parameters' names in it their names in the whole module
 
@@ -49,6 +50,8 @@ class Collector:
         self.done = {name: torch.zeros(batch_size, dtype=torch.bool) for name in selected}
         self.awaited: dict[nn.Module, str] = {}  # layers that have run for their output only
         self.in_backward = self.replaying = False
+        self.doubtful: set[nn.Module] = set()  # layers that ran on so few axes that their rows may be others than the samples
+        self.reads = WeightReads({})
 
     @contextmanager
     def attached(self, module: nn.Module) -> Iterator[None]:
@@ -56,11 +59,23 @@ class Collector:
         handles = [layer.register_forward_hook(self._on_call, with_kwargs=True, prepend=True) for layer in self.layers]
         streamed = [m for m in module.modules() if is_streamed(m) and any(child in self.layers for child in m.modules())]
         handles += [layer.register_forward_pre_hook(self._before_streamed, with_kwargs=True) for layer in streamed]
+        self.reads = WeightReads({layer: self._weights_in(layer) for layer in streamed})
         try:
-            yield
+            with self.reads if streamed else nullcontext():
+                yield
         finally:
             for handle in handles:
                 handle.remove()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Sees nothing of what runs in its body."""
+        self.replaying = True
+        self.reads.enter(None)
+        try:
+            yield
+        finally:
+            self.replaying = False
 
     def collect(self, losses_B: Tensor) -> Tensor:
         """Returns the features (B, K) of the gradients of `losses_B`, which a forward with this collector attached gave.
@@ -89,8 +104,15 @@ class Collector:
                     self._add(name, Zeros(slice(sample, sample + 1), self.features_BK))
         return self.features_BK
 
+    def _weights_in(self, streamed: nn.Module) -> dict[str, tuple[nn.Module, str]]:
+        """Returns where the weights that a call of their own layer reads exactly once are, by their names."""
+        inside = [child for child in streamed.modules() if child in self.layers and is_closed_form(child)]
+        return {name: (child, local) for child in inside for local, name in self.layers[child][1].items()}
+
     def _before_streamed(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Autograd enters a streamed layer through its inputs or its parameters; as no parameter takes part, an input must."""
+        if not self.replaying:
+            self.reads.enter(layer)
         leaves, structure = pytree.tree_flatten((args, kwargs))
         place = next((i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()), None)
         if place is None or self.replaying or not torch.is_grad_enabled():
@@ -104,6 +126,8 @@ class Collector:
         path, names = self.layers[layer]
         if not self.in_backward:
             self.uses.update(names.values())
+            if self.batch_size > 1 and rows_in_doubt(layer, args, kwargs) == self.batch_size:
+                self.doubtful.add(layer)
         if current_pass() == "forward":
             self.awaited[layer] = path
             return None
@@ -147,12 +171,24 @@ class Collector:
         edges = _edges_to_leaves(losses_B)
         closed = {name for layer, (_, names) in self.layers.items() for name in names.values() if is_closed_form(layer)}
         for name, parameter in self.selected.items():
-            if edges[id(parameter)] > 0 and (self.uses[name] == 0 or (name in closed and edges[id(parameter)] > self.uses[name])):
+            used = max(edges[id(parameter)], self.reads.counts[name])
+            if used > 0 and (self.uses[name] == 0 or (name in closed and used > self.uses[name])):
                 raise NotImplementedError(
                     f"`{name}` is used outside a call of the module that owns it (as `F.linear(x, module.weight)` does, or a compiled "
                     "model), so its gradient for each "
                     "sample is not seen. Call the module instead, or leave the parameter out with `parameters=`."
                 )
+
+
+def rows_in_doubt(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+    """Returns the rows of a layer's first input if these may be others than the samples.
+
+    So it is for indices (P,) into an embedding and for vectors (P, H): of places that are the same for all samples, or tokens routed to
+    an expert. With more axes, as language models have, the first is the samples' (None).
+    """
+    first = next((leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), None)
+    axes = 1 if isinstance(layer, nn.Embedding) else 2
+    return len(first) if first is not None and first.dim() == axes else None
 
 
 def layers_of(module: nn.Module, selected: dict[str, nn.Parameter]) -> dict[nn.Module, LayerNames]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_megatrain.model_ops.collector import Collector, layers_of
+from lightning_megatrain.model_ops.collector import Collector, layers_of, rows_in_doubt
 from lightning_megatrain.model_ops.context import (
     batch_axes_of,
     batch_size_of,
@@ -62,6 +63,10 @@ class GradientSettings:
         return Projection(self.width, self.projection, self.seed)
 
 
+_ROWS_ARE_SAMPLES: "WeakKeyDictionary[nn.Module, set[Any]]" = WeakKeyDictionary()
+"""For each module the layers, and the axes of the batch, of which it was seen that a layer's rows are the samples."""
+
+
 def gradient_features(
     module: nn.Module,
     batch: Any,
@@ -73,7 +78,9 @@ def gradient_features(
     """Returns the projected gradient of each sample's loss, from one batched forward and backward in evaluation mode that leaves no trace.
 
     Equal to a loop over batches of one, since in evaluation mode samples do not see each other. A batch whose size equals one of its other
-    axes (its sequence length) is run as two, so that an axis of places is never taken for the axis of samples.
+    axes (its sequence length) is run as two, so that an axis of places is never taken for the axis of samples. So is a batch in which a
+    layer has as many rows as there are samples, and another number than one for one sample: where the rows of a layer are in doubt (it is
+    called with vectors (B, H), or an embedding with (B,)) the first sample's forward is run alone to see, once for each shape of batch.
 
     Args:
         module: a LightningModule (inside a Trainer: its device, precision, strategy and optimizers are used) or any `nn.Module`.
@@ -109,7 +116,34 @@ def gradient_features(
         with collector.attached(module):
             with precision_of(module):
                 losses_B = losses(module, part)
-            return collector.collect(losses_B)
+            size = collector.batch_size
+            with collector.paused():
+                mistaken = bool(collector.doubtful) and rows_are_others(collector.doubtful, part)
+            if not mistaken:
+                return collector.collect(losses_B)
+        return torch.cat([features_of(samples_of(part, 0, size - 1)), features_of(samples_of(part, size - 1, size))])
+
+    def rows_are_others(suspects: set[nn.Module], part: Any) -> bool:
+        """Returns whether one of some layers has for one sample another number of rows than one, so that its rows are not the samples."""
+        seen = _ROWS_ARE_SAMPLES.setdefault(module, set())
+        key = (frozenset(layers[layer][0] for layer in suspects), frozenset(batch_axes_of(part)))
+        if key in seen:
+            return False
+        rows: list[int | None] = []
+
+        def note(*call: Any) -> None:
+            rows.append(rows_in_doubt(*call[:3]))
+
+        handles = [layer.register_forward_hook(note, with_kwargs=True, prepend=True) for layer in suspects]
+        try:
+            with torch.no_grad(), precision_of(module):
+                losses(module, samples_of(part, 0, 1))
+        finally:
+            for handle in handles:
+                handle.remove()
+        if all(n == 1 for n in rows):
+            seen.add(key)
+        return key not in seen
 
     # Autograd must record, also inside a validation loop: enabling grad does not leave inference mode.
     with torch.inference_mode(False), torch.enable_grad(), leave_no_trace(module), step_of(module):

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +42,14 @@ class AdamMoments:
         return first / (second + self.eps).sqrt()
 
 
+def not_adam(optimizer: Optimizer, group: dict[str, Any]) -> str:
+    """Returns what makes the step of one of an optimizer's groups another than Adam's, empty where it is Adam's."""
+    others = [option for option in ("amsgrad", "maximize") if group.get(option)]
+    if others:
+        return others[0]
+    return "" if _ADAM & {cls.__name__ for cls in type(optimizer).__mro__} else type(optimizer).__name__
+
+
 def adam_moments(optimizers: Iterable[Optimizer], named: Iterable[tuple[str, nn.Parameter]]) -> dict[str, AdamMoments]:
     """Returns the state that the optimizers hold of each parameter; zero moments for one that has had no gradient yet.
 
@@ -61,9 +70,7 @@ def adam_moments(optimizers: Iterable[Optimizer], named: Iterable[tuple[str, nn.
                 f"No optimizer holds `{name}`, so it has no Adam state. Leave it out with `parameters=`, or use preconditioner=None."
             )
         optimizer, group = owners[id(parameter)]
-        others = [option for option in ("amsgrad", "maximize") if group.get(option)]
-        if others or not _ADAM & {cls.__name__ for cls in type(optimizer).__mro__}:
-            kind = others[0] if others else type(optimizer).__name__
+        if kind := not_adam(optimizer, group):
             raise ValueError(
                 f"preconditioner='adam' needs plain Adam or AdamW state, but `{name}` is trained by {kind}. Use preconditioner=None."
             )

@@ -7,8 +7,9 @@ import torch
 
 from lightning_megatrain import MegaTrainStrategy
 from lightning_megatrain.callbacks import LESS, ODM, DoReMi, LossReweighting, LossSelection
-from tests.callbacks.modules import Llama, Sentences, fit, sentences, weights
-from tests.emulated import EmulatedAccelerator, emulated_device
+from lightning_megatrain.model_ops import projection
+from tests.callbacks.modules import Llama, Sentences, fit, sentences, tiny_llama, weights
+from tests.emulated import DEVICE, EmulatedAccelerator, emulated_device
 
 
 def policy_of(kind, tmp_path):
@@ -43,3 +44,38 @@ def test_decisions_are_those_under_plain_lightning(kind, place, tmp_path):
     assert streamed.losses == plain.losses
     assert torch.equal(weights(streamed), weights(plain))
     assert len(first.history) > 2
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["LESS", "LossSelection", "DoReMi"])
+def test_device_memory_while_scoring_grows_with_the_model_by_the_saved_inputs_alone(kind, tmp_path, monkeypatch):
+    """Three layers more, in a whole run: their inputs are on the device, and none of their weights, gradients or sign matrices."""
+    monkeypatch.setattr(projection, "MAX_ELEMENTS", 2**12)  # blocks of 16 KiB, below a layer's 160 KiB
+    tiny_llama(seed=5).save_pretrained(tmp_path / "reference")  # of one size whatever the model's depth
+    size = {"hidden_size": 64, "intermediate_size": 128, "max_position_embeddings": 32}
+
+    def peaks(layers):
+        policy = DoReMi(str(tmp_path / "reference"), domain="source") if kind == "DoReMi" else policy_of(kind, tmp_path)
+        module, scoring = Llama(num_hidden_layers=layers, **size), []
+        # DoReMi scores inside the training step, whose saved inputs are there as well; the others between two steps.
+        name = "_excess" if kind == "DoReMi" else "act"
+        given = getattr(policy, name)
+
+        def watched(*args):
+            DEVICE.reset_counters()
+            result = given(*args)
+            scoring.append(DEVICE.peak_bytes)
+            return result
+
+        setattr(policy, name, watched)
+        fit(module, sentences(), [policy], max_steps=4, accelerator=EmulatedAccelerator(), strategy=MegaTrainStrategy())
+        assert len(scoring) > 1
+        return max(scoring), sum(p.nbytes for p in module.model.model.layers[0].parameters())
+
+    with emulated_device("lazy"):
+        shallow, layer = peaks(3)
+    with emulated_device("lazy"):
+        deep, _ = peaks(6)
+    saved = 4 * 8 * 64 * 4  # one input of samples x tokens x hidden in FP32
+    assert layer > 100_000
+    assert deep - shallow <= 3 * 3 * saved  # a tap's and a join's copies of it are generous; a layer's weights are 6 times this

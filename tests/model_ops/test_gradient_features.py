@@ -330,3 +330,53 @@ def test_memory_is_bounded_whatever_the_number_of_parameters() -> None:
                 # Blocks of 2^13 elements; hashes of 8 bytes for 64 signs are smaller. A sample's gradient has 40400 elements,
                 # the optimizer's moments of one layer 10000, which are there anyway.
                 assert Largest.elements <= 2 * 2**13, (kind, preconditioner)
+
+
+@pytest.mark.parametrize("samples", [2, 3, 4, 5])
+@pytest.mark.parametrize("kind", ["places", "vectors"])
+def test_a_table_of_as_many_rows_as_samples_is_not_mistaken(kind: str, samples: int) -> None:
+    """Four learned queries, read by place or as they are: no axis of the batch has that length."""
+
+    class Queries(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.words, self.table, self.mix, self.head = nn.Embedding(61, 8), nn.Embedding(4, 8), nn.Linear(8, 8), nn.Linear(8, 61)
+            self.fixed = nn.Parameter(torch.randn(4, 8), requires_grad=False)
+
+        def compute_sample_losses(self, batch: dict[str, Tensor]) -> Tensor:
+            queries = self.mix(self.fixed) if kind == "vectors" else self.table(torch.arange(4))
+            hidden = self.words(batch["input_ids"])  # (B, T, H)
+            read = (torch.softmax(queries @ hidden.transpose(1, 2), -1) @ hidden).mean(1)  # (B, H)
+            return F.cross_entropy(self.head(read), batch["input_ids"][:, 0], reduction="none")
+
+    module, batch, settings = Queries(), text_batch(samples=samples, tokens=7), GradientSettings(width=36)
+    batch = {"input_ids": batch["input_ids"]}
+    if kind == "vectors" and samples != 4:  # rows that are not the samples', and never were
+        with pytest.raises(NotImplementedError, match=r"`mix` \(Linear\) was called with a tensor of shape \(4, 8\)"):
+            gradient_features(module, batch, settings)
+    elif kind == "vectors":
+        with pytest.raises(NotImplementedError, match=r"`mix` \(Linear\)"):
+            gradient_features(module, batch, settings)
+    else:
+        assert_close(gradient_features(module, batch, settings), loop_features(module, batch, settings))
+
+
+def test_an_expert_that_gets_as_many_rows_as_there_are_samples_is_refused() -> None:
+    class Routed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.words, self.expert = nn.Embedding(61, 8), nn.Linear(8, 8)
+
+        def compute_sample_losses(self, batch: dict[str, Tensor]) -> Tensor:
+            hidden = self.words(batch["input_ids"])
+            routed = batch["routed"]
+            out = torch.zeros_like(hidden)
+            out[routed] = self.expert(hidden[routed])
+            return out.pow(2).sum((1, 2))
+
+    routed = torch.tensor([[1, 1, 0, 0, 0], [0, 1, 1, 0, 0], [0, 0, 0, 0, 0], [0, 0, 0, 0, 0]]).bool()  # four rows of two samples
+    batch = {"input_ids": torch.arange(20).view(4, 5), "routed": routed}
+    with pytest.raises(NotImplementedError, match=r"`expert` \(Linear\) was called with a tensor of shape \(4, 8\) in a batch of 3"):
+        gradient_features(Routed(), batch, GradientSettings(width=36))

@@ -181,6 +181,10 @@ def test_features_recompute_each_layer_once_and_compute_no_weight_gradient() -> 
             p.register_hook(lambda g: fired.append(g))
     with Engine(module, "cpu"):
         gradient_features(module, batch, GradientSettings(width=36))
+        # The first batch of this shape: a layer called with (5, 8) may have other rows than the samples, so one sample is run to see.
+        assert len(ran) == 3 * 3
+        ran.clear()
+        gradient_features(module, batch, GradientSettings(width=36))
     assert len(ran) == 2 * 3
     assert fired == []
 
@@ -213,3 +217,35 @@ def test_a_loose_parameter_around_streamed_layers_is_refused() -> None:
         with pytest.raises(NotImplementedError, match=r"`offset` belongs to `` \(Loose\), which holds streamed layers"):
             gradient_features(module, batch, GradientSettings(width=36))
         assert gradient_features(module, batch, GradientSettings(width=36, parameters=("blocks.*", "head.*"))).norm() > 0
+
+
+@pytest.mark.parametrize("place", ["before", "after"])
+def test_a_second_use_of_a_weight_in_a_streamed_layer_is_refused(place: str) -> None:
+    """Autograd sees a streamed layer as one operation, so the graph does not tell."""
+
+    class Twice(nn.Module):
+        def __init__(self, again: bool) -> None:
+            super().__init__()
+            self.first, self.norm, self.again = nn.Linear(8, 8), nn.LayerNorm(8), again
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.again and place == "before":
+                x = F.linear(x, self.first.weight)
+            x = self.norm(self.first(x.to(self.first.weight.dtype)).tanh())
+            return x @ self.first.weight.T if self.again and place == "after" else x
+
+    module, batch = Frozen(), (torch.randn(5, 6), torch.tensor([0, 1, 2, 0, 1]))
+    settings = GradientSettings(width=36)
+    for again in (False, True):
+        torch.manual_seed(1)
+        module.blocks = nn.Sequential(*[Twice(again and i == 1) for i in range(3)])
+        with Engine(module, "cpu"):
+            if again:
+                with pytest.raises(NotImplementedError, match=r"`blocks.1.first.weight` is used outside a call of the module that owns it"):
+                    gradient_features(module, batch, settings)
+                others = GradientSettings(width=36, parameters=("blocks.*.norm.*", "head.*"))
+                assert gradient_features(module, batch, others).norm() > 0
+            else:
+                found = gradient_features(module, batch, settings)
+        if not again:
+            torch.testing.assert_close(found, loop_features(module, batch, settings), rtol=1e-5, atol=1e-6)
