@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from lightning.fabric.utilities.rank_zero import rank_zero_info
+from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 SCHEMA = pa.schema(
     [("step", pa.int64()), ("index", pa.int64()), ("domain", pa.string()), ("score", pa.float64()), ("weight", pa.float64())]
@@ -79,7 +79,12 @@ class DecisionLog:
             earlier: That run's folder; may be this one, or gone.
             step: Optimizer steps done at the checkpoint.
         """
-        rows = read_decisions(earlier) if any(earlier.glob("decisions-*.parquet")) else SCHEMA.empty_table()
+        try:
+            rows = read_decisions(earlier) if any(earlier.glob("decisions-*.parquet")) else SCHEMA.empty_table()
+        except pa.ArrowException as error:
+            rank_zero_warn(f"The earlier decisions in {earlier} cannot be read, so the records begin with this resume. ({error})")
+            self.start()
+            return
         if self.folder.exists() and self.folder.resolve() == earlier.resolve():
             shutil.rmtree(self.folder)
         self.start()

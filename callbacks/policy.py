@@ -186,6 +186,8 @@ class Policy(pl.Callback):
             warn_if_validated_on(self, trainer)
             self._folder = Path(trainer.log_dir or trainer.default_root_dir) / "policies" / self.name  # on all ranks: it communicates
             if self.record and trainer.is_global_zero and not trainer.fast_dev_run:
+                if self.schedule.max_updates != 0:
+                    self._folder.mkdir(parents=True, exist_ok=True)  # finds now that it cannot be written
                 self._log = DecisionLog(self._folder / "decisions")
                 if self._resumed and self._earlier_log is not None:
                     self._log.resume(self._earlier_log, trainer.global_step - self.records_the_step_under_way)

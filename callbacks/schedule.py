@@ -37,4 +37,6 @@ class Schedule:
         if step < self.warmup_steps or (self.max_updates is not None and updates >= self.max_updates):
             return False
         since = step - self.warmup_steps
-        return since == 0 if self.every_n_steps == 0 else since % self.every_n_steps == 0
+        if self.every_n_steps == 0:
+            return updates == 0  # also later than planned, when the policy is new in a resumed run
+        return since % self.every_n_steps == 0

@@ -189,6 +189,9 @@ class _Window:
             self._step = trainer.global_step
         all_G, counted_G = gather_rows(weights_B, trainer).double(), gather_rows(counted_B, trainer).double()
         counted, weighted = float(counted_G.sum()), float((all_G * counted_G).sum())
+        if self._first_mean == 0 and counted and not weighted:
+            self._counted, self._touched = self._counted + counted, True
+            return torch.zeros_like(weights_B)  # none of these samples counts
         if self._first_mean == 0:
             equal = bool((all_G == all_G[0]).all())
             self._first_mean = float(all_G[0]) if equal else weighted / (counted or 1.0)

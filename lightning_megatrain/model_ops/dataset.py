@@ -58,7 +58,8 @@ def over_dataset(
 
     Raises:
         TypeError: when the dataset has no length or no `__getitem__`.
-        ValueError: when there is no sample, an index repeats, or the operation returns another number of rows than samples.
+        ValueError: when there is no sample, an index repeats or is not of the dataset, the batch size is below one, or the operation
+            returns another number of rows than samples.
     """
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise TypeError(
@@ -70,6 +71,10 @@ def over_dataset(
         raise ValueError(
             f"Got {len(wanted)} indices, {len(set(wanted))} different ones, of a dataset of {len(dataset)}: pass at least one, each once."
         )
+    if not 0 <= min(wanted) <= max(wanted) < len(dataset):
+        raise ValueError(f"`indices` must be between 0 and {len(dataset) - 1}, got {min(wanted)} to {max(wanted)}.")
+    if batch_size < 1:
+        raise ValueError(f"`batch_size` must be at least 1, got {batch_size}.")
     rows: dict[int, Any] = {} if store is None else _stored(store, wanted)
     todo = [i for i in wanted if i not in rows]
     rank, replicas = _share(module)
@@ -94,6 +99,8 @@ def over_dataset(
                 gathered = _gather(pending, device_of(module))
                 if store is not None and _global_rank() == 0:
                     store.append(list(gathered), torch.stack(list(gathered.values())))
+                if store is not None:  # as they will be read
+                    gathered = {i: row.to(store.dtype).float() for i, row in gathered.items()}
                 rows.update(gathered)
                 pending = []
     ordered = [rows[i] for i in wanted]

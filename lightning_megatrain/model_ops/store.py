@@ -108,7 +108,7 @@ class FeatureStore:
         dtype: rows are kept in; FP32 loses nothing, BF16 halves the disk. (default: `torch.float32`)
 
     Raises:
-        ValueError: when the folder of this key holds another key.
+        ValueError: when the folder of this key holds another key, or one that cannot be read.
     """
 
     def __init__(self, folder: str | Path, key: FeatureKey, dtype: torch.dtype = torch.float32) -> None:
@@ -119,7 +119,10 @@ class FeatureStore:
         file = self.path / "key.json"
         if not file.exists():
             _write_atomically(file, lambda temporary: temporary.write_text(json.dumps(described, indent=1)))
-        found = json.loads(file.read_text())
+        try:
+            found = json.loads(file.read_text())
+        except ValueError as error:  # no JSON, or no text
+            raise ValueError(f"{file} cannot be read ({error}). Delete {self.path}: its rows will be computed again.") from error
         if found != described:
             differing = ", ".join(
                 f"{name}={found.get(name)!r} instead of {value!r}" for name, value in described.items() if found.get(name) != value

@@ -111,6 +111,37 @@ def test_a_checkpoint_that_a_callback_before_the_policy_saved_is_as_good(step, t
     assert [p.history for p in first] == [p.history for p in second]
 
 
+@pytest.mark.parametrize("kind", ["selection", "mixture"])
+def test_a_policy_that_is_new_in_a_resumed_run_acts_when_it_starts(kind, tmp_path):
+    saver = ModelCheckpoint(tmp_path, every_n_train_steps=4, save_top_k=-1, filename="{step}")
+    fit(Linear(), points(40), [saver], enable_checkpointing=True)
+    policy = RandomSelection(size=4, warmup_steps=2) if kind == "selection" else StaticMixture({"a": 1, "b": 0, "c": 0}, domain=third)
+    module = Linear()
+    fit(module, points(40), [policy], ckpt_path=tmp_path / "step=4.ckpt")
+    assert [step for step, _ in policy.history] == [4]
+    seen = sum(module.seen, [])
+    assert len(set(seen)) <= 4 if kind == "selection" else {n % 3 for n in seen} == {0}
+
+
+def test_records_that_cannot_be_written_are_found_at_once(tmp_path):
+    (tmp_path / "policies").write_text("a file")
+    module = Linear()
+    with pytest.raises(PolicyError, match="RandomSelection failed at step 0: .*policies"):
+        fit(module, points(), [RandomSelection(size=4)], default_root_dir=tmp_path)
+    assert module.seen == []
+
+
+def test_a_broken_record_does_not_stop_a_resume(tmp_path):
+    saver = ModelCheckpoint(tmp_path, every_n_train_steps=3, save_top_k=-1, filename="{step}")
+    fit(Linear(), points(), [RandomSelection(size=4), saver], default_root_dir=tmp_path, enable_checkpointing=True)
+    (file,) = (tmp_path / "policies/RandomSelection/decisions").glob("*.parquet")
+    file.write_bytes(file.read_bytes()[:20])
+    module = Linear()
+    with pytest.warns(UserWarning, match="cannot be read, so the records begin with this resume"):
+        fit(module, points(), [RandomSelection(size=4)], default_root_dir=tmp_path, ckpt_path=tmp_path / "step=3.ckpt")
+    assert len(module.seen) == 3
+
+
 @pytest.mark.parametrize("gradient", ["adam", "sgd"])
 def test_less_with_another_optimizer_than_adam_is_refused_before_training(gradient):
     module = Linear()

@@ -237,6 +237,30 @@ def test_micro_batches_of_unlike_length_are_averaged_as_the_module_averages_them
         torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-6)  # FP32 sums in another order, through two layers
 
 
+@pytest.mark.parametrize("kind", [PerSample, Llama])
+@pytest.mark.parametrize("order", [[0, 1], [1, 0]])
+def test_a_micro_batch_of_weight_zero_does_not_count(kind, order):
+    """Its gradient is zero, wherever in the window it stands, and the mean weight is that of all micro-batches."""
+    table, seen = torch.cat([torch.tensor([[0.0] * 4, [1.0, 2.0, 3.0, 4.0]])[i] for i in order]), []
+
+    class Full(Sentences):
+        def __init__(self):
+            super().__init__(8)
+            self.lengths[:] = 8
+
+    class Watched(kind):
+        def on_before_optimizer_step(self, optimizer):
+            seen.append([p.grad.clone() for p in self.parameters()])
+
+    fit(Watched(), torch.utils.data.DataLoader(Full(), 4), [Fixed(table.tolist())], max_steps=1, accumulate_grad_batches=2)
+    module, batch = Llama(), torch.utils.data.default_collate([Full()[i] for i in range(8)])
+    logits, labels = module.model(input_ids=batch["input_ids"]).logits[:, :-1], batch["labels"][:, 1:]
+    losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
+    loss = (table[:, None] * losses).sum() / (table.sum() * 7)
+    for got, wanted in zip(seen[0], torch.autograd.grad(loss, list(module.parameters())), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-6)  # FP32 sums in another order, through two layers
+
+
 def test_two_reweightings_multiply():
     a, b = torch.rand(16), torch.rand(16)
     results = []
