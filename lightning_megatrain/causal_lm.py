@@ -146,7 +146,7 @@ class CausalLM(L.LightningModule):
         return self._run_to_losses(batch)[1]
 
     @override
-    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, torch.Tensor]:
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
         """The loss of a micro-batch, the loss sum and label tokens of each row (B,), and each token's loss, with its graph."""
         self._check_packing(batch)
         outputs, losses = self._run_to_losses(batch)
