@@ -27,7 +27,7 @@ from lightning_megatrain.engine.report import report
 from lightning_megatrain.host_masters import Masters, split_masters
 from lightning_megatrain.host_updates import HostUpdates
 from lightning_megatrain.optim import HostAdamW
-from lightning_megatrain.optim.fused import FusedSwitch
+from lightning_megatrain.optim.fused import FusedSwitches
 from lightning_megatrain.optim.split_masters import SplitMasters
 from lightning_megatrain.precision import HostPrecision, MegaTrainMixedPrecision, MegaTrainPrecision, compute_dtype, host_precision
 from lightning_megatrain.user_settings import check_optimizer, keep_averages_on_host
@@ -122,7 +122,7 @@ class MegaTrainStrategy(SingleDeviceStrategy):
         self._split: SplitMasters | None = None
         self._updates: HostUpdates | None = None
         self.fused_optimizer = fused_optimizer
-        self._fused: list[FusedSwitch] = []
+        self._fused = FusedSwitches([], nn.Module())
         self._layer_sync: Any = None  # the Trainer puts `sync_batchnorm` here
         self._engine: Engine | None = None
         self._reported = False
@@ -259,8 +259,7 @@ class MegaTrainStrategy(SingleDeviceStrategy):
         assert self.lightning_module is not None
         for optimizer in self.optimizers:
             check_optimizer(optimizer)
-        self._fused = [FusedSwitch(optimizer, self.lightning_module) for optimizer in self.optimizers] if self.fused_optimizer else []
-        self._say_fused()
+        self._fused = FusedSwitches(self.optimizers if self.fused_optimizer else [], self.lightning_module, tell=rank_zero_info)
 
     @override
     def teardown(self) -> None:
@@ -356,29 +355,18 @@ class MegaTrainStrategy(SingleDeviceStrategy):
         for name, value in state.items():
             if isinstance(value, Tensor):
                 state[name] = value.cpu()  # buffers are on the device
-        exact: dict[nn.Parameter, Tensor] = {}  # by parameter: tied names share one tensor in the file
-        for name, parameter in self._split_parameters():
-            if name in state and state[name].data_ptr() == parameter.data_ptr():
-                assert self._split is not None
-                state[name] = exact.setdefault(parameter, self._split.exact(parameter))
+        if self._split is not None and self.lightning_module is not None:
+            self._split.put_exact(self.lightning_module, state)
         return state
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         self._drain()
         super().load_model_state_dict(checkpoint, strict=strict)
-        for name, parameter in self._split_parameters():
-            if name in checkpoint["state_dict"]:
-                assert self._split is not None
-                self._split.write(parameter, checkpoint["state_dict"][name])
+        if self._split is not None and self.lightning_module is not None:
+            self._split.take_exact(self.lightning_module, checkpoint["state_dict"])
         if self._engine is not None:
             self._engine.weights_changed()
-
-    def _split_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Parameters that are the upper halves of FP32 values, by all their names."""
-        if self._split is None or self.lightning_module is None:
-            return []
-        return [(name, p) for name, p in self.lightning_module.named_parameters(remove_duplicate=False) if self._split.holds(p)]
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -386,27 +374,14 @@ class MegaTrainStrategy(SingleDeviceStrategy):
         plain = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         if self._split is not None and isinstance(plain, HostAdamW):
             return plain.state_dict(masters=False)  # the module's state has the exact weights
-        state: dict[str, Any] = super().optimizer_state(optimizer)
-        for switch in self._fused:
-            if switch.optimizer is plain:
-                return switch.original(state)
-        return state
+        return self._fused.original(plain, super().optimizer_state(optimizer))
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         # the base class would move the state to the device
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             optimizer.load_state_dict(state)
-        for switch in self._fused:
-            switch.apply()
-        self._say_fused()
-
-    def _say_fused(self) -> None:
-        names = sorted({type(switch.optimizer).__name__ for switch in self._fused if switch.switched})
-        if names:
-            rank_zero_info(
-                f"{', '.join(names)} runs torch's fused CPU kernel; MegaTrainStrategy(fused_optimizer=False) leaves it as it is."
-            )
+        self._fused.apply()
 
 
 def _check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:

@@ -1,5 +1,6 @@
 """Switches torch's own optimizers to their fused CPU kernels."""
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -42,6 +43,36 @@ class FusedSwitch:
         """The optimizer's state dict with the user's own flags, so that a checkpoint looks as if nothing had been switched."""
         groups = [{**group, **self._own.get(index, {})} for index, group in enumerate(state["param_groups"])]
         return {**state, "param_groups": groups}
+
+
+class FusedSwitches:
+    """The switches of several optimizers.
+
+    Args:
+        optimizers: They are switched now.
+        module: Theirs.
+        tell: Called, at each switch, with one line that says so.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer], module: nn.Module, tell: Callable[[str], None] = lambda text: None) -> None:
+        self._switches = [FusedSwitch(optimizer, module) for optimizer in optimizers]
+        self._tell = tell
+        self._say()
+
+    def apply(self) -> None:
+        """Switches again, after a checkpoint brought its own flags."""
+        for switch in self._switches:
+            switch.apply()
+        self._say()
+
+    def original(self, optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
+        """The state dict of one of the optimizers as if it had not been switched."""
+        return next((switch.original(state) for switch in self._switches if switch.optimizer is optimizer), state)
+
+    def _say(self) -> None:
+        names = sorted({type(switch.optimizer).__name__ for switch in self._switches if switch.switched})
+        if names:
+            self._tell(f"{', '.join(names)} runs torch's fused CPU kernel; MegaTrainStrategy(fused_optimizer=False) leaves it as it is.")
 
 
 def _can_fuse(group: dict[str, Any]) -> bool:

@@ -1,9 +1,10 @@
 """Holds the FP32 weights of a module in two halves while it trains: BF16 parameters, and the low halves beside the moments."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_megatrain.optim.host_adamw import HostAdamW, Masters
 from lightning_megatrain.optim.masters import flat, join
@@ -42,6 +43,25 @@ class SplitMasters:
     def write(self, parameter: Tensor, value: Tensor) -> None:
         """Sets both halves from an FP32 value of the parameter's shape, on any device."""
         self._optimizer_of[parameter].set_master(parameter, value)
+
+    def put_exact(self, module: nn.Module, state: dict[str, Any]) -> None:
+        """Puts FP32 values into the module's state dict; names of one tied parameter share a tensor, as a file then has it once."""
+        exact: dict[Tensor, Tensor] = {}
+        for name, parameter in self._names(module):
+            value = state.get(name)
+            if isinstance(value, Tensor) and value.data_ptr() == parameter.data_ptr():  # else a hook of the module's made it
+                if parameter not in exact:
+                    exact[parameter] = self.exact(parameter)
+                state[name] = exact[parameter]
+
+    def take_exact(self, module: nn.Module, state: Mapping[str, Any]) -> None:
+        """Sets both halves from a state dict of FP32 values that the module has loaded."""
+        for name, parameter in self._names(module):
+            if isinstance(state.get(name), Tensor):
+                self.write(parameter, state[name])
+
+    def _names(self, module: nn.Module) -> list[tuple[str, Tensor]]:
+        return [(name, p) for name, p in module.named_parameters(remove_duplicate=False) if self.holds(p)]
 
     def join(self) -> None:
         """Makes the parameters FP32 again, with their exact values."""
