@@ -185,7 +185,7 @@ class Policy(pl.Callback):
             self._loader = training_loader(trainer)
             warn_if_validated_on(self, trainer)
             self._folder = Path(trainer.log_dir or trainer.default_root_dir) / "policies" / self.name  # on all ranks: it communicates
-            if self.record and trainer.is_global_zero and not trainer.fast_dev_run:
+            if self.record and trainer.is_global_zero and not getattr(trainer, "fast_dev_run", 0):
                 if self.schedule.max_updates != 0:
                     self._folder.mkdir(parents=True, exist_ok=True)  # finds now that it cannot be written
                 self._log = DecisionLog(self._folder / "decisions")

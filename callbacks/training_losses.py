@@ -263,7 +263,8 @@ def _losses(module: pl.LightningModule, given: Mapping[str, Any], batch: Any, ou
     if each_BT is not None:
         losses_BT, valid_BT = F.pad(each_BT.detach().float(), (1, 0)), labels_of(batch) != IGNORED  # each at the place of its label
         valid_BT = F.pad(valid_BT[:, 1:], (1, 0))
-        return StepLosses(losses_BT, valid_BT.float(), given.get("loss_divisor"))
+        divisor = given.get("loss_divisor")
+        return StepLosses(losses_BT, valid_BT.float(), None if divisor is None else float(divisor))
     sums_B = given.get("sample_losses")
     outputs[:] = [o for o in outputs if o.logits is not None and o.logits.requires_grad]
     logits = given.get("logits")

@@ -167,7 +167,7 @@ class CausalLM(L.LightningModule):
             "sample_losses": losses.detach().sum(1),
             "sample_tokens": counts,
             "token_losses": losses,
-            "loss_divisor": self.window.divisor,
+            "loss_divisor": torch.tensor(self.window.divisor),
         }
 
     @override

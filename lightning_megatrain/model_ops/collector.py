@@ -125,6 +125,7 @@ class Collector:
             return None
         path, names = self.layers[layer]
         if not self.in_backward:
+            self._refuse_other_device(path, output)
             self.uses.update(names.values())
             if self.batch_size > 1 and rows_in_doubt(layer, args, kwargs) == self.batch_size:
                 self.doubtful.add(layer)
@@ -142,6 +143,14 @@ class Collector:
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         call = Call(layer, path, list(names), self.batch_size, marked, structure, weights, autocast)
         return Tap.on(output, self.root, self.receive, call, [leaf for leaf in inputs if isinstance(leaf, Tensor)])
+
+    def _refuse_other_device(self, path: str, output: Any) -> None:
+        other = {leaf.device for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)} - {self.features_BK.device}
+        if other:
+            raise NotImplementedError(
+                f"`{path}` computes on {other.pop()}, but the module's parameters are on {self.features_BK.device}. What an engine streams "
+                "to an accelerator has gradient features inside a Trainer with strategy='megatrain'."
+            )
 
     def receive(self, call: Call, grad_outputs: list[Tensor | None]) -> None:
         """Takes the output gradients of one call of a layer."""

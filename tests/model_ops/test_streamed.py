@@ -219,6 +219,16 @@ def test_a_loose_parameter_around_streamed_layers_is_refused() -> None:
         assert gradient_features(module, batch, GradientSettings(width=36, parameters=("blocks.*", "head.*"))).norm() > 0
 
 
+def test_an_engine_of_ones_own_on_an_accelerator_answers_and_refuses_gradient_features() -> None:
+    module, batch = llama(), text_batch()
+    losses, texts = sample_losses(module, batch), generate(module, batch, 3)
+    with emulated_device("lazy"), Engine(module, "emu"):
+        torch.testing.assert_close(sample_losses(module, batch).cpu(), losses, rtol=1e-5, atol=1e-5)  # sums in another order
+        assert [[t.tolist() for t in row] for row in generate(module, batch, 3)] == [[t.tolist() for t in row] for row in texts]
+        with pytest.raises(NotImplementedError, match=r"computes on emu.* inside a Trainer with strategy='megatrain'"):
+            gradient_features(module, batch, GradientSettings(width=36))
+
+
 @pytest.mark.parametrize("place", ["before", "after"])
 def test_a_second_use_of_a_weight_in_a_streamed_layer_is_refused(place: str) -> None:
     """Autograd sees a streamed layer as one operation, so the graph does not tell."""
