@@ -11,7 +11,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_megatrain.engine import Engine
-from lightning_megatrain.known_code import BETWEEN_STEPS, FORWARD, GRADIENTS, unknown_hooks
+from lightning_megatrain.known_code import BETWEEN_STEPS, FORWARD, GRADIENTS, unknown_hooks, unknown_to_the_step
 from lightning_megatrain.optim import HostAdamW
 from lightning_megatrain.optim.deferred import DeferredUpdates
 from lightning_megatrain.optim.in_backward import BackwardUpdates
@@ -23,8 +23,8 @@ class HostUpdates:
     The numbers are those of the plain loop, whichever way it goes. What is gained depends on what may run in between (`known_code`):
 
     * where no unknown hook may look at gradients, the norm for clipping is summed up as gradients land;
-    * where the module's own code is known too, a gradient stays in the dtype it came in, the clip coefficient is applied within the
-      update, and weights are trusted to change by the optimizer alone.
+    * where the module's own code is known too, the clip coefficient is applied within the update, weights are trusted to change by the
+      optimizer alone, and a gradient that is alone in its step stays in the dtype it came in.
 
     Args:
         trainer: The Trainer that fits.
@@ -52,7 +52,10 @@ class HostUpdates:
         self._trainer, self._engine = trainer, engine
         self._optimizer = optimizers[0] if len(optimizers) == 1 and isinstance(optimizers[0], HostAdamW) else None
         self._automatic = module.automatic_optimization
-        self.unknown = unknown_hooks(trainer, module, (*GRADIENTS, *BETWEEN_STEPS, *FORWARD))
+        schedules = [c for c in trainer.callbacks if isinstance(c, GradientAccumulationScheduler)]  # type: ignore[attr-defined]
+        self._accumulates = trainer.accumulate_grad_batches != 1 or bool(schedules)
+        self._at_step = unknown_to_the_step(optimizers, [config.scheduler for config in trainer.strategy.lr_scheduler_configs])
+        self.unknown = unknown_hooks(trainer, module, (*GRADIENTS, *BETWEEN_STEPS, *FORWARD)) + self._at_step
         """Hooks that are in the way of what is gained where all code is known."""
         self._norms_known = self._automatic and not unknown_hooks(trainer, module, GRADIENTS)
         self._deferred: DeferredUpdates | None = None
@@ -63,7 +66,8 @@ class HostUpdates:
         elif overlap and (asked or not self.unknown):
             self._begin_deferred(module, asked)
         if self._optimizer is not None and self._automatic and not self.unknown:
-            self._keep_gradients_as_they_come()
+            if not self._accumulates:
+                self._keep_gradients_as_they_come()
             self._write_copies(self._optimizer)
 
     @property
@@ -128,11 +132,9 @@ class HostUpdates:
     def _begin_deferred(self, module: LightningModule, asked: bool) -> None:
         if asked:
             self._require("overlap_optimizer")
-        hooks = unknown_hooks(self._trainer, module, BETWEEN_STEPS)
         if self._optimizer is None or not self._automatic:
             return
-        if self._optimizer._optimizer_step_post_hooks:
-            hooks.append("a hook on the optimizer's step")
+        hooks = unknown_hooks(self._trainer, module, BETWEEN_STEPS) + self._at_step
         if hooks:
             rank_zero_warn(
                 f"overlap_optimizer=True has no effect: {hooks[0]}{_and_more(hooks)} may look at the weights between two steps, so the "
@@ -148,7 +150,7 @@ class HostUpdates:
         trainer = self._trainer
         if overlap:
             raise MisconfigurationException("overlap_optimizer=True and transient_gradients=True both say when to update; set one of them.")
-        if trainer.accumulate_grad_batches != 1 or any(isinstance(c, GradientAccumulationScheduler) for c in trainer.callbacks):  # type: ignore[attr-defined]
+        if self._accumulates:
             raise MisconfigurationException(
                 f"transient_gradients=True uses each gradient when it comes, and accumulate_grad_batches={trainer.accumulate_grad_batches} "
                 "would add several. Set Trainer(accumulate_grad_batches=1), or MegaTrainStrategy(transient_gradients=False)."
@@ -196,7 +198,7 @@ class HostUpdates:
                 layer.copy_writer = optimizer
 
     def _keep_gradients_as_they_come(self) -> None:
-        """Lets `.grad` hold BF16 where the device computed BF16; a second gradient makes it FP32."""
+        """Lets `.grad` hold BF16 where the device computed BF16."""
         for parameter in self._engine.parameters.values():
             if parameter.requires_grad and parameter.is_floating_point() and parameter.grad is None:
                 parameter.grad_dtype = None

@@ -4,9 +4,10 @@ Whoever updates weights late, keeps a gradient in BF16 or folds a clip into the 
 can see a foreign function read a tensor; but it can be known that no foreign function runs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import (
     DeviceStatsMonitor,
     EarlyStopping,
@@ -21,6 +22,7 @@ from lightning.pytorch.callbacks import (
     Timer,
     TQDMProgressBar,
 )
+from torch.optim import Optimizer
 
 _KNOWN_CALLBACKS = {
     *(Callback, DeviceStatsMonitor, EarlyStopping, GradientAccumulationScheduler, LearningRateMonitor, ModelCheckpoint, ModelSummary),
@@ -65,21 +67,36 @@ FORWARD = ("training_step", "forward")
 
 
 def unknown_hooks(trainer: Trainer, module: LightningModule, hooks: Sequence[str]) -> list[str]:
-    """Names those of `hooks` that the user's callbacks or module define themselves, such as ``"MyCallback.on_train_batch_end"``."""
+    """Names those of `hooks` that are the user's callbacks', module's or datamodule's own, such as ``"MyCallback.on_train_batch_end"``.
+
+    What a dataset, a sampler or the function of a `LambdaLR` does is not asked: they would have to hold the module.
+    """
     found = []
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         found += [f"{type(callback).__name__}.{hook}" for hook in hooks if hasattr(Callback, hook) and not _known_in(callback, hook)]
-    return found + [f"{type(module).__name__}.{hook}" for hook in hooks if not _known_in_module(module, hook)]
+    for owner in (module, getattr(trainer, "datamodule", None)):
+        if owner is not None:
+            found += [f"{type(owner).__name__}.{hook}" for hook in hooks if not _is_ours(owner, hook)]
+    return found
+
+
+def unknown_to_the_step(optimizers: Sequence[Optimizer], schedulers: Iterable[Any]) -> list[str]:
+    """Names hooks on the optimizers' steps, and schedulers that are not torch's: they run between a step and the next forward."""
+    found = []
+    for optimizer in optimizers:
+        if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+            found.append(f"a hook on {type(optimizer).__name__}'s step")
+    return found + [type(one).__name__ for one in schedulers if not type(one).__module__.startswith((*_KNOWN_PACKAGES, "torch."))]
 
 
 def _known_in(callback: Callback, hook: str) -> bool:
     return hook not in vars(callback) and _owner(callback, hook) in _KNOWN_CALLBACKS
 
 
-def _known_in_module(module: LightningModule, hook: str) -> bool:
-    if hook in vars(module) and hook != "forward":  # the engine puts its own in the place of `forward`
+def _is_ours(part: LightningModule | LightningDataModule, hook: str) -> bool:
+    if hook in vars(part) and hook != "forward":  # the engine puts its own in the place of `forward`
         return False
-    owner = _owner(module, hook)
+    owner = _owner(part, hook)
     return owner is None or owner.__module__.startswith((*_KNOWN_PACKAGES, "torch.nn."))
 
 

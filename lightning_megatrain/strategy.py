@@ -63,12 +63,13 @@ class MegaTrainStrategy(SingleDeviceStrategy):
             a step (2 bytes a parameter more); ``"cast"`` casts at every load, one pass over host memory more.
         masters: How the host keeps the FP32 weights of a `HostAdamW`. ``"fp32"``: as they are. ``"split"``: parameters become BF16 while
             training lasts and the optimizer keeps the low 16 bits of each, 12 bytes a parameter with moments and the same numbers (but
-            for ties: the upper half rounds them up, a cast to even); code of yours that reads a parameter then sees BF16, checkpoints
-            hold FP32. ``"auto"``: FP32 if its bytes fit into the free host memory, else split. Left out: ``"auto"`` for `CausalLM`, else
-            ``"fp32"``.
+            for ties: the upper half rounds them up, a cast to even). Code of yours that reads a parameter then sees BF16, and what it
+            writes is all that is kept of the parameter: its low bits go. Checkpoints hold FP32. ``"auto"``: FP32 if its bytes fit into
+            the free host memory, else split. Left out: ``"auto"`` for `CausalLM`, else ``"fp32"``.
         overlap_optimizer: Let `HostAdamW` update each layer just before the next forward loads it, beside the device's work, not within
             `optimizer.step()`; everything is done before validation, checkpoints, and hooks that are not Lightning's. Only right if your
-            ``training_step`` reads no layer's weights but by calling the layer. Left out: True for `CausalLM`, else False.
+            ``training_step`` reads no layer's weights but by calling the layer, and your dataset and schedule read none. Left out: True
+            for `CausalLM`, else False.
         transient_gradients: Let `HostAdamW` update each layer in backward, as its gradients land; they are never stored. Needs one
             backward a step, no accumulation, no clipping, and no hook of yours that looks at gradients. A backward that fails half-way
             leaves weights of two steps: what follows is refused, and training goes on from a checkpoint.

@@ -156,12 +156,44 @@ def test_a_hook_of_the_module_or_of_the_optimizer_is_in_the_way() -> None:
     class Hooked(HostTrained):
         def configure_optimizers(self) -> Any:
             optimizer = HostAdamW(self.parameters())
-            optimizer.register_step_post_hook(lambda *_: None)
+            getattr(optimizer, f"register_step_{self.when}_hook")(lambda *_: None)
             return optimizer
 
-    for kind, name in ((Ends, "Ends.on_train_batch_end"), (Hooked, "a hook on the optimizer's step")):
+    class HookedBefore(Hooked):
+        when = "pre"
+
+    class HookedAfter(Hooked):
+        when = "post"
+
+    class ReadsWeights(torch.optim.lr_scheduler.ConstantLR):
+        """A schedule of somebody's own."""
+
+    class Scheduled(HostTrained):
+        def configure_optimizers(self) -> Any:
+            optimizer = HostAdamW(self.parameters())
+            return [optimizer], [ReadsWeights(optimizer)]
+
+    in_the_way = "a hook on HostAdamW's step"
+    for kind, name in (
+        (Ends, "Ends.on_train_batch_end"),
+        (HookedBefore, in_the_way),
+        (HookedAfter, in_the_way),
+        (Scheduled, "ReadsWeights"),
+    ):
         with streamed("cpu", overlap_optimizer=True) as make, pytest.warns(UserWarning, match=f"no effect: {name}"):
             make(max_steps=1).fit(kind(), batches(1))
+
+
+def test_a_hook_of_the_datamodule_is_in_the_way() -> None:
+    class Looks(L.LightningDataModule):
+        def train_dataloader(self) -> Any:
+            return batches(1)
+
+        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            return batch
+
+    with streamed("cpu", overlap_optimizer=True) as make, pytest.warns(UserWarning, match="no effect: Looks.on_after_batch_transfer"):
+        make(max_steps=1).fit(HostTrained(), Looks())
 
 
 def test_what_cannot_be_is_refused_by_name() -> None:
