@@ -165,7 +165,10 @@ def _run(arguments: Sequence[str], strategy: str) -> Record:
         if not isinstance(cli.trainer.strategy, MegaTrainStrategy):
             name = type(cli.trainer.strategy).__name__
             raise SystemExit(f"The config trains with {name}; `check` compares plain training with `strategy: megatrain`.")
-        cli.trainer.strategy.fused_optimizer = False  # the fused kernel may differ in the last bit; that is no fault to look for here
+        streamed = cli.trainer.strategy
+        streamed.fused_optimizer = False  # the fused kernel may differ in the last bit; that is no fault to look for here
+        streamed.masters = "fp32"  # the upper half of a weight rounds ties up
+        streamed.overlap_optimizer = streamed.transient_gradients = False  # every gradient is looked at
     cli.trainer.callbacks.append(recorder)  # type: ignore[attr-defined]
     cli.trainer.fit(cli.model, cli.datamodule)
     return recorder.record

@@ -90,7 +90,8 @@ class _Call:
             self.surroundings = Surroundings(layer.modules, engine.device)
         self.random: RandomState | None = RandomState(engine.device, layer.generators)
         self.buffers: dict[BufferPlace, Tensor] = {}
-        self.stamp: Stamp = layer.stamp()
+        self.stamp: Stamp = ()
+        """That of the weights with which the forward ran."""
         self.results: Results | None = None
         self.bits: list[Tensor] | None = None
         """Checksums of what the layer's first forward returned."""
@@ -176,6 +177,7 @@ class _StreamedLayer(torch.autograd.Function):
             _running("forward"),
             layer.buffers.watched(call.buffers),
         ):
+            call.stamp = layer.stamp()  # of now, as an update may have waited for this load
             weights = [_leaf(weight, parameter.requires_grad) for weight, parameter in zip(streamed, parameters, strict=True)]
             first = node() if layer.first_forward() else None
             with (

@@ -1,6 +1,6 @@
 """Updates in backward: a parameter is updated as its gradient lands, and the gradient is never stored."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
@@ -28,13 +28,7 @@ class BackwardUpdates:
         Raises:
             RuntimeError: A parameter was updated in this step already.
         """
-        for parameter, _ in gradients:
-            if parameter in self._updated:
-                raise RuntimeError(
-                    f"A second gradient came in one step for a parameter of shape {tuple(parameter.shape)}, and with "
-                    "transient_gradients=True its first has been used already. Call backward() once a step, or set "
-                    "MegaTrainStrategy(transient_gradients=False)."
-                )
+        self._refuse_second(parameter for parameter, _ in gradients)
         self._updated.update(parameter for parameter, _ in gradients)
         self._optimizer.update([parameter for parameter, _ in gradients], [gradient for _, gradient in gradients])
 
@@ -51,5 +45,15 @@ class BackwardUpdates:
         self._optimizer.take_step = self._step_at_once
 
     def _end_step(self, params: list[Tensor], grad_scale: float) -> None:
+        self._refuse_second(params)  # the loss may use a layer's parameter itself, and autograd then stores that gradient
         self._step_at_once(params, grad_scale)
         self._updated.clear()
+
+    def _refuse_second(self, params: Iterable[Tensor]) -> None:
+        for parameter in params:
+            if parameter in self._updated:
+                raise RuntimeError(
+                    f"A second gradient came in one step for a parameter of shape {tuple(parameter.shape)}, and with "
+                    "transient_gradients=True its first has been used already. Call backward() once a step and use the parameter in its "
+                    "layer alone, or set MegaTrainStrategy(transient_gradients=False)."
+                )

@@ -27,6 +27,12 @@ def test_a_model_that_agrees(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "<-- differ" not in text
 
 
+def test_options_that_hide_gradients_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    strategy = {"class_path": "MegaTrainStrategy", "init_args": {"transient_gradients": True, "masters": "split"}}
+    main(["-c", config(tmp_path, "even", strategy=strategy)])
+    assert capsys.readouterr().out.endswith("Streamed and plain training agree.\n")
+
+
 def test_a_backward_that_differs_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["-c", config(tmp_path, "counting")])

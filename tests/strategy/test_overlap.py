@@ -41,7 +41,18 @@ class Skipping(HostTrained):
             self.net.blocks = blocks
 
 
-@pytest.mark.parametrize("kind", [HostTrained, Skipping])
+class Wandering(HostTrained):
+    """Runs its blocks in another order at each step, leaves some out, and uses one twice."""
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        tokens_BT, targets_BT = batch
+        hidden = self.net.embedding(tokens_BT)
+        for index in ((0, 1, 2), (0, 2), (2, 1, 0), (1, 2), (0, 1, 2, 0))[len(self.losses) % 5]:
+            hidden = self.net.blocks[index](hidden)
+        return torch.nn.functional.cross_entropy(self.net.head(self.net.norm(hidden)).flatten(0, 1), targets_BT.flatten())
+
+
+@pytest.mark.parametrize("kind", [HostTrained, Skipping, Wandering])
 @pytest.mark.parametrize(
     "options",
     [

@@ -110,6 +110,16 @@ def test_what_cannot_be_right_is_refused_by_name(
         make(**{"max_epochs": 1, **options}).fit(kind(), batches(2))
 
 
+class Penalised(HostTrained):
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        return super().loss(batch) + 1e-2 * (self.net.blocks[1].up.bias ** 2).sum()
+
+
+def test_a_parameter_that_the_loss_uses_itself_is_refused(place: Place) -> None:
+    with streamed(place, transient_gradients=True) as make, pytest.raises(RuntimeError, match="A second gradient came"):
+        make(max_epochs=1).fit(Penalised(), batches(1))
+
+
 class FailsOnce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, fail: bool) -> Tensor:
