@@ -11,6 +11,28 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR, Re
 from tests.strategy.compare import MakeTrainer, Place, Recorder, assert_same, state, streamed
 from tests.strategy.subject import Subject, batches
 
+
+class Lion(Optimizer):
+    """Of a third party: moves by the sign of a mixture of momentum and gradient (arXiv 2302.06675, algorithm 2)."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    momentum = self.state[parameter].setdefault("momentum", torch.zeros_like(parameter))
+                    parameter.sub_(group["lr"] * (0.9 * momentum + 0.1 * parameter.grad).sign())
+                    momentum.mul_(0.99).add_(parameter.grad, alpha=0.01)
+        return loss
+
+
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "SGD with momentum": lambda p: SGD(p, 0.1, momentum=0.9, weight_decay=0.01, nesterov=True),
     "Adam": lambda p: Adam(p, 1e-2, weight_decay=0.01),
@@ -21,6 +43,8 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "RMSprop": lambda p: torch.optim.RMSprop(p, 1e-3),
     "NAdam": lambda p: torch.optim.NAdam(p, 1e-2),
     "Adafactor": lambda p: torch.optim.Adafactor(p, 1e-2),
+    "Muon": lambda p: torch.optim.Muon([matrix for matrix in p if matrix.dim() == 2], 1e-2),
+    "Lion": lambda p: Lion(p, 1e-3),
     "ASGD": lambda p: torch.optim.ASGD(p, 1e-2),
 }
 
