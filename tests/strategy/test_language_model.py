@@ -79,7 +79,7 @@ def round_ties_up(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(_Resident, "host_value", rounded)
 
 
-@pytest.mark.parametrize(("precision", "window"), [("bf16-mixed", 2), ("bf16-true", 1)])
+@pytest.mark.parametrize(("precision", "window"), [("bf16-mixed", 2), ("bf16-true", 1), ("bf16-true", 2)])
 def test_halves_too(place: Place, precision: str, window: int) -> None:
     options = {"precision": precision, "accumulate_grad_batches": window, "gradient_clip_val": 0.05}
     with pytest.MonkeyPatch.context() as patch, streamed(place, masters="fp32", working_copy="cast", overlap_optimizer=False) as make:
