@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import csv
 import hashlib
 import json
@@ -22,7 +23,7 @@ class DocumentSource:
 
     Args:
         name: The domain's name, for messages.
-        domain: Where its documents are. A hub data set is fetched here.
+        domain: Where its documents are. A hub data set is fetched here, unless it is streamed.
     """
 
     def __init__(self, name: str, domain: Domain) -> None:
@@ -34,6 +35,18 @@ class DocumentSource:
     def __iter__(self) -> Iterator[str]:
         documents = self._from_dataset() if self.dataset is not None else (text for path in self.files for text in self._from_file(path))
         return (text for text in documents if text.strip())
+
+    @property
+    def num_shards(self) -> int:
+        """In how many parts the documents can be read: files, or shards of a streamed data set."""
+        return len(self.files) if self.dataset is None else int(getattr(self.dataset, "num_shards", 1))
+
+    def shard(self, num_shards: int, index: int) -> DocumentSource:
+        """The documents of one of `num_shards` parts."""
+        part = copy.copy(self)
+        part.files = self.files[index::num_shards]
+        part.dataset = None if self.dataset is None else self.dataset.shard(num_shards=num_shards, index=index)
+        return part
 
     def is_empty(self) -> bool:
         """Whether there is not one document with text in it. Reads no further than the first."""
@@ -129,8 +142,12 @@ def _load_dataset(name: str, domain: Domain) -> Any:
             if domain.split not in loaded:
                 raise ValueError(f"Domain {name!r}: {folder} has no split {domain.split!r}. It has: {', '.join(loaded)}.")
             loaded = loaded[domain.split]
+        if domain.streamed:
+            loaded = loaded.to_iterable_dataset(num_shards=min(len(loaded), len(loaded.cache_files)) or 1)
     else:
-        loaded = datasets.load_dataset(domain.dataset, domain.subset, split=domain.split)
+        loaded = datasets.load_dataset(domain.dataset, domain.subset, split=domain.split, streaming=domain.streamed)
+    if loaded.column_names is None:
+        return loaded  # a stream that does not know its columns before it is read
     if domain.field not in loaded.column_names:
         raise ValueError(
             f"Domain {name!r}: {domain.dataset} has no column {domain.field!r}. It has: {', '.join(loaded.column_names)}. Set `field`."

@@ -12,12 +12,13 @@ from torch.utils.data import DataLoader
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from typing_extensions import override
 
-from lightning_megatrain.datamodules.documents import DocumentSource
+from lightning_megatrain.datamodules.documents import DocumentSource, document_hash
 from lightning_megatrain.datamodules.dynamic_loader import DynamicLoader
 from lightning_megatrain.datamodules.packing import PackedBlocks, PaddedDocuments, keeps_documents_apart, pad_batch
 from lightning_megatrain.datamodules.text_domains import Domain, as_domains
-from lightning_megatrain.datamodules.token_cache import SPLITS, cache_key, default_cache_dir, open_split, tokenize
-from lightning_megatrain.datamodules.tokenizers import load_tokenizer
+from lightning_megatrain.datamodules.text_streams import TextStream, check_streams, join, read_validation
+from lightning_megatrain.datamodules.token_cache import SPLITS, TokenizedDocuments, cache_key, default_cache_dir, open_split, tokenize
+from lightning_megatrain.datamodules.tokenizers import encode, load_tokenizer
 
 _POSITION_LIMITS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length")
 
@@ -36,11 +37,12 @@ class MixtureDataModule(L.LightningDataModule):
         packing: `"packed"` fills each row with documents that do not see each other, `"padded"` gives each its own row.
             `"auto"` packs unless the model would mix packed documents (state-space models, hybrids); it needs a model with a
             Hugging Face `config`.
-        val_fraction: Share of each domain's documents kept for validation.
+        val_fraction: Share of each domain's documents kept for validation. A streamed domain has settings of its own for that.
         test_fraction: Share kept for `trainer.test`.
         cache_dir: Where tokens are kept, under a hash of contents, tokenizer and split. None: the user's cache folder.
-        num_workers: Loader processes. Rows are read from a memory map, so 0 is usually enough.
+        num_workers: Loader processes. Rows are read from a memory map, so 0 is usually enough; streamed domains are tokenised here.
         seed: Where the order of rows comes from.
+        steps_per_epoch: Batches in an epoch. None: one pass over all rows. Needed where a domain is streamed.
 
     Raises:
         ValueError: A setting is out of range, names clash, or a proportion is not positive.
@@ -59,6 +61,7 @@ class MixtureDataModule(L.LightningDataModule):
         cache_dir: str | None = None,
         num_workers: int = 0,
         seed: int = 0,
+        steps_per_epoch: int | None = None,
     ) -> None:
         super().__init__()
         for name, value, least in (("block_size", block_size, 2), ("batch_size", batch_size, 1), ("num_workers", num_workers, 0)):
@@ -71,6 +74,7 @@ class MixtureDataModule(L.LightningDataModule):
                 f"`val_fraction` {val_fraction} and `test_fraction` {test_fraction} must be shares that leave some for training."
             )
         self.domains = as_domains(domains)
+        check_streams(self.domains, (val_fraction, test_fraction), steps_per_epoch)
         self.tokenizer_name = tokenizer
         self.block_size = block_size
         self.batch_size = batch_size
@@ -79,17 +83,18 @@ class MixtureDataModule(L.LightningDataModule):
         self.cache_dir = Path(cache_dir).expanduser() if cache_dir is not None else default_cache_dir()
         self.num_workers = num_workers
         self.seed = seed
+        self.steps_per_epoch = steps_per_epoch
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._folders: dict[str, Path] = {}
-        self.rows: dict[str, dict[str, PackedBlocks | PaddedDocuments]] = {}
-        """Rows by split (train, val, test), then by domain; filled by :meth:`setup`."""
+        self.rows: dict[str, dict[str, Any]] = {}
+        """Rows by split (train, val, test), then by domain; filled by :meth:`setup`. Of a streamed domain the first are a `TextStream`."""
         # Only what finds the tokenizer again: an exported model needs it, and the rest is in the run's config.yaml.
         self.save_hyperparameters("tokenizer", "block_size")
 
     @property
     def domain_names(self) -> list[str]:
-        """The domains' names, in the order of the validation loaders."""
-        return list(self.domains)
+        """The names of the domains that have validation rows (all, if none has), in the order of the validation loaders."""
+        return list(self.val_datasets or self.domains)
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -117,27 +122,37 @@ class MixtureDataModule(L.LightningDataModule):
                     f"Domain {name!r} is empty: {_where(self.domains[name])} holds no text. Remove the domain or mend its source."
                 )
         for name, source in sources.items():
-            tokenize(source, self.tokenizer, self.fractions, self._folder(name, source))
+            if not self.domains[name].streamed:
+                tokenize(source, self.tokenizer, self.fractions, self._folder(name, source))
 
     @override
     def setup(self, stage: str) -> None:
-        """Map the tokens; nothing is read yet."""
+        """Map the tokens, of which nothing is read yet. Of a streamed domain the validation documents are read and tokenised."""
         if self.rows:
             return
         self._check_model()
         packed = self._packs()
-        for split in SPLITS:
-            self.rows[split] = {}
-            for name in self.domains:
-                documents = open_split(self._folder(name), split)
-                self.rows[split][name] = (
-                    PackedBlocks(documents, self.block_size, self.pad_id) if packed else PaddedDocuments(documents, self.block_size)
-                )
+        rows: dict[str, dict[str, Any]] = {split: {} for split in SPLITS}
+        for name, domain in self.domains.items():
+            if domain.streamed:
+                texts = read_validation(name, domain)
+                held_out = frozenset(map(document_hash, texts))
+                pad_id = self.pad_id if packed else None
+                rows["train"][name] = TextStream(DocumentSource(name, domain), self.tokenizer, self.block_size, pad_id, held_out)
+                rows["val"][name] = self._rows(join(encode(self.tokenizer, texts) if texts else []), packed)
+                continue
+            for split in SPLITS:
+                rows[split][name] = self._rows(open_split(self._folder(name), split), packed)
+        self.rows = rows
+
+    def _rows(self, documents: TokenizedDocuments, packed: bool) -> PackedBlocks | PaddedDocuments:
+        return PackedBlocks(documents, self.block_size, self.pad_id) if packed else PaddedDocuments(documents, self.block_size)
 
     def proportions(self) -> list[float]:
         """Each domain's share of the training rows, summing to one."""
+        streamed = any(domain.streamed for domain in self.domains.values())
         weights = [
-            float(len(self.rows["train"][name])) if domain.proportion is None else domain.proportion
+            domain.proportion if domain.proportion is not None else 1.0 if streamed else float(len(self.rows["train"][name]))
             for name, domain in self.domains.items()
         ]
         return [weight / sum(weights) for weight in weights]
@@ -145,13 +160,13 @@ class MixtureDataModule(L.LightningDataModule):
     @property
     def val_datasets(self) -> dict[str, PackedBlocks | PaddedDocuments]:
         """The validation rows by domain: a policy's target can be `"val_datasets"`, or `"val_datasets.code"` for one of them."""
-        return {name: rows for name, rows in self.rows["val"].items() if len(rows)}
+        return {name: rows for name, rows in self.rows.get("val", {}).items() if len(rows)}
 
     @override
     def train_dataloader(self) -> DynamicLoader:
-        """One loader over all domains, which policies can change. An epoch is as many rows as they have together.
+        """One loader over all domains, which policies can change.
 
-        Where no domain has a proportion an epoch is each row once.
+        An epoch is `steps_per_epoch` batches, or as many rows as they have together; each row once where no domain has a proportion.
         """
         given = any(domain.proportion is not None for domain in self.domains.values())
         return DynamicLoader(
@@ -159,6 +174,7 @@ class MixtureDataModule(L.LightningDataModule):
             self.batch_size,
             proportions=dict(zip(self.domains, self.proportions(), strict=True)) if given else None,
             seed=self.seed,
+            steps_per_epoch=self.steps_per_epoch,
             num_workers=self.num_workers,
             collate_fn=partial(pad_batch, pad_id=self.pad_id),
         )
@@ -166,7 +182,7 @@ class MixtureDataModule(L.LightningDataModule):
     @override
     def val_dataloader(self) -> list[DataLoader[Any]]:
         """One loader per domain, in the order of `domain_names`."""
-        return [self._loader(rows) for rows in self.rows["val"].values() if len(rows)]
+        return [self._loader(rows) for rows in self.val_datasets.values()]
 
     @override
     def test_dataloader(self) -> list[DataLoader[Any]]:

@@ -23,7 +23,15 @@ class Domain:
         split: The split of the data set.
         field: The field, column or feature that holds the text.
         proportion: This domain's weight in the mixture, relative to the others'. None in every domain: each weighs as
-            many blocks as it has.
+            many blocks as it has, or the same as the others where one is streamed.
+        streamed: Read, tokenise and pack the documents while the model trains, in their own order and over again when they end. Nothing
+            is kept on disk; a hub data set is not downloaded (`streaming=True`). A resumed run reads up to its place again.
+            Needs `steps_per_epoch` of the data module, and takes its validation documents from the next three, not from
+            `val_fraction`. They are held in memory, and the same texts are left out of training.
+        val_documents: Of a streamed domain: how many documents are for validation, the first ones of `val_files` or `val_split`
+            (default: all), else the first ones of the stream itself. 0: none.
+        val_files: Of a streamed domain: the files of its validation documents, as in `files`.
+        val_split: Of a streamed domain: the split of its data set that holds them.
     """
 
     files: str | list[str] | None = None
@@ -32,6 +40,10 @@ class Domain:
     split: str = "train"
     field: str = "text"
     proportion: float | None = None
+    streamed: bool = False
+    val_documents: int | None = None
+    val_files: str | list[str] | None = None
+    val_split: str | None = None
 
 
 def as_domains(domains: Mapping[str, Domain | Mapping[str, Any]]) -> dict[str, Domain]:
@@ -75,9 +87,31 @@ def _as_domain(name: str, domain: Domain | Mapping[str, Any]) -> Domain:
     share = domain.proportion
     if share is not None and not (math.isfinite(share) and share > 0):
         raise ValueError(f"Domain {name!r} has proportion {share}: it must be a positive number. Leave the domain out to exclude it.")
-    if domain.files is not None:
-        find_files(name, domain)
+    _check_validation(name, domain)
+    for source in (domain, val_domain(domain)):
+        if source is not None and source.files is not None:
+            find_files(name, source)
     return domain
+
+
+def val_domain(domain: Domain) -> Domain | None:
+    """Where a streamed domain's validation documents are, if they are apart from its own."""
+    if domain.val_files is not None:
+        return dataclasses.replace(domain, files=domain.val_files, dataset=None)
+    return None if domain.val_split is None else dataclasses.replace(domain, split=domain.val_split)
+
+
+def _check_validation(name: str, domain: Domain) -> None:
+    for key in ("val_documents", "val_files", "val_split"):
+        if getattr(domain, key) is not None and not domain.streamed:
+            raise ValueError(
+                f"Domain {name!r} has `{key}`, which is for a streamed domain: set streamed=True, or leave it out and let "
+                "`val_fraction` of the data module hold documents back."
+            )
+    if domain.val_documents is not None and domain.val_documents < 0:
+        raise ValueError(f"Domain {name!r} has val_documents={domain.val_documents}: it must be a number of documents, or 0 for none.")
+    if domain.val_split is not None and (domain.dataset is None or domain.val_files is not None):
+        raise ValueError(f"Domain {name!r}: `val_split` names a split of `dataset`; give that without `val_files`, or only `val_files`.")
 
 
 def find_files(name: str, domain: Domain) -> list[Path]:
