@@ -11,7 +11,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_megatrain.engine import Engine
-from lightning_megatrain.known_code import BETWEEN_STEPS, FORWARD, GRADIENTS, unknown_hooks, unknown_to_the_step
+from lightning_megatrain.known_code import BETWEEN_STEPS, GRADIENTS, OWN_STEPS, hooks_on, unknown_hooks, unknown_to_the_step
 from lightning_megatrain.optim import HostAdamW
 from lightning_megatrain.optim.deferred import DeferredUpdates
 from lightning_megatrain.optim.in_backward import BackwardUpdates
@@ -49,15 +49,16 @@ class HostUpdates:
         asked: bool,
         transient: bool,
     ) -> None:
-        self._trainer, self._engine = trainer, engine
+        self._trainer, self._module, self._engine, self._optimizers = trainer, module, engine, optimizers
         self._optimizer = optimizers[0] if len(optimizers) == 1 and isinstance(optimizers[0], HostAdamW) else None
         self._automatic = module.automatic_optimization
         schedules = [c for c in trainer.callbacks if isinstance(c, GradientAccumulationScheduler)]  # type: ignore[attr-defined]
         self._accumulates = trainer.accumulate_grad_batches != 1 or bool(schedules)
         self._at_step = unknown_to_the_step(optimizers, [config.scheduler for config in trainer.strategy.lr_scheduler_configs])
-        self.unknown = unknown_hooks(trainer, module, (*GRADIENTS, *BETWEEN_STEPS, *FORWARD)) + self._at_step
+        self.unknown = unknown_hooks(trainer, module, (*GRADIENTS, *BETWEEN_STEPS, *OWN_STEPS)) + self._at_step
         """Hooks that are in the way of what is gained where all code is known."""
         self._norms_known = self._automatic and not unknown_hooks(trainer, module, GRADIENTS)
+        self._asked = asked
         self._deferred: DeferredUpdates | None = None
         self._in_backward: BackwardUpdates | None = None
         self._any_dtype: list[Parameter] = []
@@ -69,16 +70,31 @@ class HostUpdates:
             if not self._accumulates:
                 self._keep_gradients_as_they_come()
             self._write_copies(self._optimizer)
+        engine.trust_versions = self.quiet
 
     @property
     def quiet(self) -> bool:
         """Whether all code that runs between steps is known."""
         return self._automatic and not self.unknown
 
+    @property
+    def torn(self) -> bool:
+        """Whether a backward updated some weights and failed."""
+        return self._in_backward is not None and self._in_backward.torn
+
     def before_forward(self) -> None:
-        """Raises RuntimeError where the weights are of two steps."""
+        """Looks for hooks that were hung on modules since, which may look at weights while forward runs.
+
+        Raises:
+            RuntimeError: The weights are of two steps.
+        """
         if self._in_backward is not None:
             self._in_backward.check()
+        if self._deferred is None and not self.quiet:
+            return
+        hook = hooks_on(self._module) or next(iter(unknown_to_the_step(self._optimizers, [])), None)
+        if hook is not None:
+            self._give_up_what_was_gained(hook)
 
     def before_backward(self, scale: float = 1.0) -> None:
         """Called before the last backward of a step: gradients are scaled, and their norms taken, as they become final."""
@@ -109,16 +125,31 @@ class HostUpdates:
         """
         if self._deferred is not None:
             self._deferred.drain()
-        self.before_forward()
+        if self._in_backward is not None:
+            self._in_backward.check()
 
     def close(self) -> None:
         """Runs what is still to come and gives the optimizer back as it was."""
-        if self._deferred is not None:
-            self._deferred.close()
-            self._engine.update_before_load(None)
         if self._in_backward is not None:
             self._in_backward.close()
             self._engine.update_in_backward(None)
+        self._see_everything()
+
+    def _give_up_what_was_gained(self, hook: str) -> None:
+        if self._asked and self._deferred is not None:
+            rank_zero_warn(f"overlap_optimizer=True has no more effect: {hook} may look at the weights while the next forward runs.")
+        self.unknown.append(hook)
+        self._norms_known = False
+        self._see_everything()
+
+    def _see_everything(self) -> None:
+        """Lets weights and gradients be what plain training has at every moment."""
+        if self._deferred is not None:
+            self._deferred.close()
+            self._deferred = None
+            self._engine.update_before_load(None)
+        self._engine.trust_versions = False
+        self._engine.weights_changed()
         for layer in self._engine.layers:
             layer.copy_writer = None
         if self._optimizer is not None:
@@ -126,8 +157,9 @@ class HostUpdates:
                 self._optimizer.set_working_copy(parameter, None)
         for parameter in self._any_dtype:
             gradient, parameter.grad = parameter.grad, None
-            parameter.grad_dtype = parameter.dtype
-            parameter.grad = gradient if gradient is None else gradient.to(parameter.dtype)
+            parameter.grad_dtype = torch.float32
+            parameter.grad = gradient if gradient is None else gradient.float()
+        self._any_dtype.clear()
 
     def _begin_deferred(self, module: LightningModule, asked: bool) -> None:
         if asked:

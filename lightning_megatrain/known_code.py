@@ -22,6 +22,7 @@ from lightning.pytorch.callbacks import (
     Timer,
     TQDMProgressBar,
 )
+from torch import nn
 from torch.optim import Optimizer
 
 _KNOWN_CALLBACKS = {
@@ -63,7 +64,8 @@ BETWEEN_STEPS = (
 )
 """Hooks that run between an optimizer's step and the end of the next forward."""
 
-FORWARD = ("training_step", "forward")
+OWN_STEPS = ("training_step", "forward", "configure_model", "configure_optimizers")
+"""What a module does itself, or can hang hooks on."""
 
 
 def unknown_hooks(trainer: Trainer, module: LightningModule, hooks: Sequence[str]) -> list[str]:
@@ -87,6 +89,23 @@ def unknown_to_the_step(optimizers: Sequence[Optimizer], schedulers: Iterable[An
         if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
             found.append(f"a hook on {type(optimizer).__name__}'s step")
     return found + [type(one).__name__ for one in schedulers if not type(one).__module__.startswith((*_KNOWN_PACKAGES, "torch."))]
+
+
+def hooks_on(module: nn.Module) -> str | None:
+    """Names a hook that somebody hung on a module or a parameter; those of torch, Lightning, transformers and this package are known."""
+    for name, child in module.named_modules():
+        for hooks in (child._forward_pre_hooks, child._forward_hooks, child._backward_pre_hooks, child._backward_hooks):
+            if any(not _made_by_known_code(hook) for hook in hooks.values()):
+                return f"a hook on {name or type(module).__name__}"
+    for name, parameter in module.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            return f"a hook on {name}"
+    return None
+
+
+def _made_by_known_code(hook: Any) -> bool:
+    made_by = getattr(getattr(hook, "func", hook), "__module__", None) or type(hook).__module__
+    return made_by.startswith((*_KNOWN_PACKAGES, "torch.", "transformers."))
 
 
 def _known_in(callback: Callback, hook: str) -> bool:

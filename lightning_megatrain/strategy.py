@@ -30,6 +30,7 @@ from lightning_megatrain.optim import HostAdamW
 from lightning_megatrain.optim.fused import FusedSwitches
 from lightning_megatrain.optim.split_masters import SplitMasters
 from lightning_megatrain.precision import HostPrecision, MegaTrainMixedPrecision, MegaTrainPrecision, compute_dtype, host_precision
+from lightning_megatrain.torn import mark_torn, refuse_torn
 from lightning_megatrain.user_settings import check_optimizer, keep_averages_on_host
 
 
@@ -203,6 +204,7 @@ class MegaTrainStrategy(SingleDeviceStrategy):
         assert self.accelerator is not None
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
+        refuse_torn(self.lightning_module)
         self.model = self.precision_plugin.convert_module(self.lightning_module)
         fitting = trainer.state.fn == TrainerFn.FITTING
         preferred = getattr(self.lightning_module, "megatrain_defaults", {})
@@ -226,7 +228,6 @@ class MegaTrainStrategy(SingleDeviceStrategy):
                 asked=overlap is not None,
                 transient=self.transient_gradients,
             )
-            self.engine.trust_versions = self._updates.quiet
             self._know_norm(self._updates.clip)
         self.setup_precision_plugin()
 
@@ -264,6 +265,7 @@ class MegaTrainStrategy(SingleDeviceStrategy):
 
     @override
     def teardown(self) -> None:
+        torn = self._updates is not None and self._updates.torn
         if self._updates is not None:
             self._updates.close()
             self._updates = None
@@ -274,6 +276,8 @@ class MegaTrainStrategy(SingleDeviceStrategy):
         if self._split is not None:
             self._split.join()
             self._split = None
+        if torn and self.lightning_module is not None:
+            mark_torn(self.lightning_module)
         super().teardown()
 
     # --- steps ---
@@ -317,6 +321,14 @@ class MegaTrainStrategy(SingleDeviceStrategy):
         self._drain()
 
     @override
+    def on_validation_end(self) -> None:
+        self.engine.weights_changed()  # its hooks may have written weights in ways that cannot be told
+
+    @override
+    def on_train_start(self) -> None:
+        self.engine.weights_changed()  # as above, before the first step
+
+    @override
     def on_train_end(self) -> None:
         self._drain()
 
@@ -352,6 +364,8 @@ class MegaTrainStrategy(SingleDeviceStrategy):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         self._drain()
+        if self.lightning_module is not None:
+            refuse_torn(self.lightning_module)
         state = super().lightning_module_state_dict()
         for name, value in state.items():
             if isinstance(value, Tensor):

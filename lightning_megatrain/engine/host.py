@@ -158,15 +158,16 @@ class HostLayer:
             with torch.inference_mode(False), torch.no_grad():
                 if not self._copies:
                     self._copies = self._copies_of[tuple(self.dtypes)] = self._new_copies()
+                seen = self._copied is not None and self._copied[0] == now  # nobody wrote but in ways that a version shows
                 for index, copy in self._copies.items():
-                    self._refresh(self.parameters[index], copy)
+                    self._refresh(self.parameters[index], copy, seen)
             self._copied = key
         return [self._source(index, p) for index, p in enumerate(self.parameters)]
 
-    def _refresh(self, parameter: Parameter, copy: Tensor) -> None:
+    def _refresh(self, parameter: Parameter, copy: Tensor, seen: bool) -> None:
         if self.copy_writer is None or (parameter.dtype, copy.dtype) != (torch.float32, torch.bfloat16) or not is_dense(parameter):
             copy.copy_(parameter.detach())
-        elif not self.copy_writer.wrote(parameter, copy):
+        elif not seen or not self.copy_writer.wrote(parameter, copy):
             self.copy_writer.set_working_copy(parameter, copy)
 
     def _source(self, index: int, parameter: Parameter) -> Tensor | OnTheWay:

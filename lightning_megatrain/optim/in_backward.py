@@ -32,9 +32,14 @@ class BackwardUpdates:
         self._updated.update(parameter for parameter, _ in gradients)
         self._optimizer.update([parameter for parameter, _ in gradients], [gradient for _, gradient in gradients])
 
+    @property
+    def torn(self) -> bool:
+        """Whether a step began to update and did not end."""
+        return bool(self._updated)
+
     def check(self) -> None:
         """Raises RuntimeError where a step began to update and did not end."""
-        if self._updated:
+        if self.torn:
             raise RuntimeError(
                 f"A step failed after {len(self._updated)} parameters had been updated in its backward (transient_gradients=True), so the "
                 "weights are of two different steps. Resume from a checkpoint: Trainer.fit(ckpt_path=...)."

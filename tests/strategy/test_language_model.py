@@ -2,8 +2,10 @@
 
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.data import DataLoader
@@ -149,3 +151,90 @@ def test_the_update_writes_the_copies_that_are_sent(place: Place, monkeypatch: p
         trained(make, precision="bf16-mixed")
     matrices = 2 * 7  # of two layers
     assert sum(filled) == matrices  # filled once, and never again in five steps
+
+
+class ByTheOptimizer(CausalLM):
+    """Writes weights after each step in a way that no version shows."""
+
+    def configure_optimizers(self) -> Any:
+        configured: Any = super().configure_optimizers()
+        configured["optimizer"].register_step_post_hook(self.shrink)
+        return configured
+
+    def shrink(self, *_: Any) -> None:
+        for parameter in self.parameters():
+            parameter.data.mul_(0.97)
+
+
+def test_writes_that_no_version_shows() -> None:
+    def run(make: MakeTrainer) -> Any:
+        torch.manual_seed(0)
+        model = ByTheOptimizer(LLAMA, optimizer="lightning_megatrain.optim.HostAdamW", learning_rate=1e-2)
+        make(max_epochs=1, precision="bf16-mixed").fit(model, rows([5, 9, 3, 4, 12, 6]))
+        return state(model)
+
+    expected = run(plain)
+    with streamed("cpu") as make:
+        assert differences(expected, run(make)) == []
+
+
+class AroundValidation(Callback):
+    """Writes weights where no step is near."""
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        for parameter in pl_module.parameters():
+            parameter.data.mul_(0.97)
+
+    on_validation_end = on_train_start
+
+
+def test_writes_around_validation(place: Place) -> None:
+    def run(make: MakeTrainer) -> Any:
+        torch.manual_seed(0)
+        model = CausalLM(LLAMA, optimizer="lightning_megatrain.optim.HostAdamW", learning_rate=1e-2)
+        trainer = make(max_epochs=2, precision="bf16-mixed", callbacks=[AroundValidation()])
+        trainer.fit(model, rows([5, 9, 3, 4]), rows([5, 9]))
+        return state(model)
+
+    expected = run(plain)
+    with streamed(place) as make:
+        assert differences(expected, run(make)) == []
+
+
+class Looks:
+    """Keeps the weights of the last layer before each forward."""
+
+    def __init__(self) -> None:
+        self.seen: list[Tensor] = []
+
+    def hang_on(self, module: CausalLM) -> None:
+        assert module.model is not None
+        weight = module.model.model.layers[-1].mlp.up_proj.weight
+        module.model.register_forward_pre_hook(lambda *_: self.seen.append(weight.detach().clone()))
+
+
+class Late(Callback):
+    """Hangs a hook when the run has begun."""
+
+    def __init__(self, looks: Looks) -> None:
+        self.looks = looks
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        assert isinstance(pl_module, CausalLM)
+        self.looks.hang_on(pl_module)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_hook_on_a_module_sees_the_weights_of_the_step(late: bool) -> None:
+    def run(make: MakeTrainer) -> Any:
+        torch.manual_seed(0)
+        model, looks = CausalLM(LLAMA, optimizer="lightning_megatrain.optim.HostAdamW", learning_rate=1e-2), Looks()
+        model.configure_model()
+        if not late:
+            looks.hang_on(model)
+        make(max_epochs=1, callbacks=[Late(looks)] if late else []).fit(model, rows([5, 9, 3, 4, 12, 6]))
+        return looks.seen
+
+    expected = run(plain)
+    with streamed("cpu") as make:
+        assert differences(expected, run(make)) == []

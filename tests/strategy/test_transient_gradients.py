@@ -168,6 +168,27 @@ def test_a_failure_in_backward_tears_the_run() -> None:
     assert ["12 parameters" in error for error in keeps_going.errors] == [True, True]  # of two blocks
 
 
+def test_torn_weights_are_refused_until_others_are_loaded(tmp_path: Path) -> None:
+    model, whole = Fails(), tmp_path / "whole.ckpt"
+    with streamed("cpu", transient_gradients=True) as make:
+        trainer = make(max_epochs=1)
+        trainer.fit(HostTrained(), batches(1))
+        trainer.save_checkpoint(whole)
+        trainer = make(max_epochs=1)
+        with pytest.raises(ZeroDivisionError):
+            trainer.fit(model, batches(3))
+        model.losses = [0.0, 0.0]  # so that it fails no more
+        for attempt in (
+            lambda: trainer.save_checkpoint(tmp_path / "torn.ckpt"),
+            lambda: trainer.validate(model, batches(1)),
+            lambda: make(max_epochs=1).fit(model, batches(1)),
+        ):
+            with pytest.raises(RuntimeError, match="two different steps"):
+                attempt()
+        make(max_epochs=2).fit(model, batches(1), ckpt_path=whole)
+        trainer.save_checkpoint(tmp_path / "mended.ckpt")
+
+
 def test_a_fresh_fit_from_a_checkpoint_goes_on(tmp_path: Path) -> None:
     def run(fail: bool) -> Any:
         torch.manual_seed(0)
