@@ -82,4 +82,5 @@ def batches(number: int = 3, batch_size: int = 2, shuffle: bool = False) -> Data
     generator = torch.Generator().manual_seed(1)
     tokens_NT = torch.randint(V, (number * batch_size, T), generator=generator)
     targets_NT = torch.randint(V, (number * batch_size, T), generator=generator)
-    return DataLoader(TensorDataset(tokens_NT, targets_NT), batch_size, shuffle=shuffle)
+    # by keyword: Lightning cannot make a predict loader anew from a positional batch size, once its patch of DataLoader was left in place
+    return DataLoader(TensorDataset(tokens_NT, targets_NT), batch_size=batch_size, shuffle=shuffle)

@@ -67,7 +67,7 @@ def test_importing_the_package_is_all_that_registers_it() -> None:
 def test_yaml_class_path_with_arguments(tmp_path: Path) -> None:
     given = {"layers": ["Block"], "resident": ["net.blocks.0"], "slots": 3, "staging_buffers": 1, "stream_casts": False}
     strategy = parsed(tmp_path, {"class_path": CLASS, "init_args": given | {"fused_optimizer": False}})
-    assert strategy._engine_options == given
+    assert given.items() <= strategy._engine_options.items()
     assert strategy.fused_optimizer is False
 
 
