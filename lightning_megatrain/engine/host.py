@@ -24,8 +24,7 @@ class Mode(NamedTuple):
     casting: bool
     """Whether autocast to BF16 is on."""
     decided: bool
-    """Whether it had been seen before the call how autocast treats the weights. A call runs again as it ran first: a weight held in two
-    halves is rounded by the device where it travels whole, and has been rounded before where its upper half travels (ties differ)."""
+    """Whether it had been seen before the call how autocast treats the weights."""
 
 
 class Clock:
@@ -87,6 +86,7 @@ class HostLayer:
         self.places: list[list[Place]] = [places[parameter] for parameter in self.parameters]
         self.borrowed: list[list[Place]] = [places[parameter] for parameter in places if parameter in resident]
         """Places of parameters that belong to other parts of the model as well: they come from the resident side, as inputs."""
+        self._has_halves = split is not None and any(map(split.holds, self.parameters))
         self.buffers = LayerBuffers(name, self.modules)
         self.generators = generators_of(self.modules)
         self.updates = 0
@@ -112,7 +112,10 @@ class HostLayer:
 
     def set_mode(self, mode: Mode) -> None:
         """Lets parameters travel as was decided for this mode."""
-        dtypes = self._dtypes_of_mode.get(mode.training, self._own_dtypes) if mode.casting and mode.decided else self._own_dtypes
+        # A weight in two halves is rounded by the device where it travels whole, and has been rounded already where its upper half does.
+        # The two part at ties, so a call's backward sends it as its forward did.
+        decided = mode.casting and (mode.decided or not self._has_halves)
+        dtypes = self._dtypes_of_mode.get(mode.training, self._own_dtypes) if decided else self._own_dtypes
         if dtypes != self.dtypes:
             self._set_dtypes(dtypes)
 

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from lightning_megatrain.causal_lm import CausalLM
 from lightning_megatrain.datamodules.packing import IGNORED, pad_batch
+from lightning_megatrain.engine.host import HostLayer
 from lightning_megatrain.engine.resident import _Resident
 from lightning_megatrain.engine.sources import OnTheWay, in_memory_order
 from lightning_megatrain.optim import HostAdamW, split
@@ -77,6 +78,13 @@ def round_ties_up(patch: pytest.MonkeyPatch) -> None:
     def rounded(resident: _Resident) -> Tensor:
         return split(resident.parameter.detach())[0] if resident.dtype is torch.bfloat16 else host_value(resident)
 
+    made = HostLayer.__init__
+
+    def with_halves(layer: HostLayer, *args: Any, **kwargs: Any) -> None:
+        made(layer, *args, **kwargs)
+        layer._has_halves = True  # a call's backward sends weights as its forward did
+
+    patch.setattr(HostLayer, "__init__", with_halves)
     patch.setattr(OnTheWay, "write", write_rounded)
     patch.setattr(_Resident, "host_value", rounded)
 
