@@ -63,10 +63,10 @@ class HostUpdates:
         self._in_backward: BackwardUpdates | None = None
         self._any_dtype: list[Parameter] = []
         if transient:
-            self._begin_in_backward(module, overlap and asked)
+            self._begin_in_backward(overlap)
         elif overlap and (asked or not self.unknown):
-            self._begin_deferred(module, asked)
-        if self._optimizer is not None and self._automatic and not self.unknown:
+            self._begin_deferred()
+        if self._optimizer is not None and self.quiet:
             if not self._accumulates:
                 self._keep_gradients_as_they_come()
             self._write_copies(self._optimizer)
@@ -161,12 +161,12 @@ class HostUpdates:
             parameter.grad = gradient if gradient is None else gradient.float()
         self._any_dtype.clear()
 
-    def _begin_deferred(self, module: LightningModule, asked: bool) -> None:
-        if asked:
+    def _begin_deferred(self) -> None:
+        if self._asked:
             self._require("overlap_optimizer")
         if self._optimizer is None or not self._automatic:
             return
-        hooks = unknown_hooks(self._trainer, module, BETWEEN_STEPS) + self._at_step
+        hooks = unknown_hooks(self._trainer, self._module, BETWEEN_STEPS) + self._at_step
         if hooks:
             rank_zero_warn(
                 f"overlap_optimizer=True has no effect: {hooks[0]}{_and_more(hooks)} may look at the weights between two steps, so the "
@@ -177,10 +177,10 @@ class HostUpdates:
         self._engine.update_before_load(self._deferred)
         rank_zero_info("HostAdamW updates each layer just before the next forward loads it.")
 
-    def _begin_in_backward(self, module: LightningModule, overlap: bool) -> None:
+    def _begin_in_backward(self, overlap: bool) -> None:
         optimizer = self._require("transient_gradients")
         trainer = self._trainer
-        if overlap:
+        if overlap and self._asked:
             raise MisconfigurationException("overlap_optimizer=True and transient_gradients=True both say when to update; set one of them.")
         if self._accumulates:
             raise MisconfigurationException(
@@ -192,7 +192,7 @@ class HostUpdates:
                 f"transient_gradients=True updates before all gradients are known, and gradient_clip_val={trainer.gradient_clip_val} needs "
                 "them first. Set Trainer(gradient_clip_val=None), or MegaTrainStrategy(transient_gradients=False)."
             )
-        hooks = unknown_hooks(trainer, module, GRADIENTS)
+        hooks = unknown_hooks(trainer, self._module, GRADIENTS)
         if hooks:
             raise MisconfigurationException(
                 f"transient_gradients=True stores no gradients, and {hooks[0]}{_and_more(hooks)} may look at them or skip the step. Take "

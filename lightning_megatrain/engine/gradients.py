@@ -14,6 +14,7 @@ from lightning_megatrain.engine.accounting import Accounting, Holding
 from lightning_megatrain.engine.host import is_dense
 from lightning_megatrain.engine.landing import Landing
 from lightning_megatrain.engine.lanes import Event, Held, Lanes
+from lightning_megatrain.engine.sources import in_memory_order
 
 
 @dataclass
@@ -123,7 +124,7 @@ class Gradients:
                 continue
             gradient = gradient if is_dense(gradient) else gradient.contiguous()
             device.append(gradient)
-            flat = gradient.as_strided((gradient.numel(),), (1,))
+            flat = in_memory_order(gradient)
             start = 0
             while start < flat.numel():
                 if current is None or current.staging.nbytes - current.used < flat.element_size():
@@ -181,7 +182,7 @@ class Gradients:
         gradient = self._parts.get(piece.parameter)
         if gradient is None:
             gradient = self._parts[piece.parameter] = torch.empty_strided(piece.shape, piece.stride, dtype=piece.staged.dtype)
-        flat = gradient.as_strided((gradient.numel(),), (1,))
+        flat = in_memory_order(gradient)
         flat[piece.start : piece.start + piece.staged.numel()].copy_(piece.staged)
         if piece.start + piece.staged.numel() == gradient.numel():
             self.landing.land([(piece.parameter, self._parts.pop(piece.parameter))], owned=True)

@@ -27,6 +27,7 @@ from lightning_megatrain.engine.host import is_dense
 from lightning_megatrain.engine.host_buffers import HostBuffers
 from lightning_megatrain.engine.lanes import Event, Lanes
 from lightning_megatrain.engine.pinning import LockedMemory
+from lightning_megatrain.engine.sources import in_memory_order
 
 
 class _Saved:
@@ -253,7 +254,7 @@ class SavedInputs:
         for saved, buffer in zip(leaving, buffers, strict=True):
             assert saved.on_device is not None
             saved.buffer = buffer
-            self.lanes.gradients.copy(saved.flat(saved.buffer), saved.on_device.as_strided((saved.shape.numel(),), (1,)))
+            self.lanes.gradients.copy(saved.flat(saved.buffer), in_memory_order(saved.on_device))
             self.accounting.bytes_to_host += saved.nbytes
         copied = self._last_copies["out"] = self.lanes.gradients.record()
         return copied

@@ -33,10 +33,6 @@ class DeferredUpdates:
         """Whether any unit has its update of the last step to come."""
         return bool(self._due)
 
-    def is_due(self, unit: Hashable) -> bool:
-        """Whether the unit still has its update of the last step to come."""
-        return unit in self._due
-
     def run(self, unit: Hashable) -> None:
         """Updates the unit's parameters if that is due."""
         if unit in self._due:

@@ -268,20 +268,23 @@ def test_a_weight_used_outside_its_module_is_refused() -> None:
     assert gradient_features(Loose(), text_batch(), GradientSettings(width=36, parameters=("words.*",))).norm() > 0
 
 
+class Routed(nn.Module):
+    """Sends some tokens to an expert: those that the batch names, else about half."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.expert = nn.Embedding(61, 8), nn.Linear(8, 8)
+
+    def compute_sample_losses(self, batch: dict[str, Tensor]) -> Tensor:
+        hidden = self.words(batch["input_ids"])
+        routed = batch.get("routed", hidden[..., 0] > 0)
+        out = torch.zeros_like(hidden)
+        out[routed] = self.expert(hidden[routed])
+        return out.pow(2).sum((1, 2))
+
+
 def test_rows_of_unknown_samples_are_refused_and_a_batch_of_one_is_not() -> None:
-    class Routed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.words, self.expert = nn.Embedding(61, 8), nn.Linear(8, 8)
-
-        def compute_sample_losses(self, batch: dict[str, Tensor]) -> Tensor:
-            hidden = self.words(batch["input_ids"])
-            routed = hidden[..., 0] > 0
-            out = torch.zeros_like(hidden)
-            out[routed] = self.expert(hidden[routed])
-            return out.pow(2).sum((1, 2))
-
     module, settings = Routed(), GradientSettings(width=36)
     with pytest.raises(
         NotImplementedError, match=r"`expert` \(Linear\) was called with a tensor of shape .* batch of 5 samples.*batch_size=1"
@@ -363,19 +366,6 @@ def test_a_table_of_as_many_rows_as_samples_is_not_mistaken(kind: str, samples: 
 
 
 def test_an_expert_that_gets_as_many_rows_as_there_are_samples_is_refused() -> None:
-    class Routed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.words, self.expert = nn.Embedding(61, 8), nn.Linear(8, 8)
-
-        def compute_sample_losses(self, batch: dict[str, Tensor]) -> Tensor:
-            hidden = self.words(batch["input_ids"])
-            routed = batch["routed"]
-            out = torch.zeros_like(hidden)
-            out[routed] = self.expert(hidden[routed])
-            return out.pow(2).sum((1, 2))
-
     routed = torch.tensor([[1, 1, 0, 0, 0], [0, 1, 1, 0, 0], [0, 0, 0, 0, 0], [0, 0, 0, 0, 0]]).bool()  # four rows of two samples
     batch = {"input_ids": torch.arange(20).view(4, 5), "routed": routed}
     with pytest.raises(NotImplementedError, match=r"`expert` \(Linear\) was called with a tensor of shape \(4, 8\) in a batch of 3"):

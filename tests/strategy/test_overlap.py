@@ -117,7 +117,7 @@ def test_everything_is_done_before_validation_and_checkpoints(place: Place, tmp_
                 return
             assert strategy._updates is not None
             assert strategy._updates._deferred is not None
-            assert not any(map(strategy._updates._deferred.is_due, strategy.engine.layers))
+            assert not strategy._updates._deferred.any_due
 
     def run(make: MakeTrainer, name: str) -> Any:
         torch.manual_seed(0)
