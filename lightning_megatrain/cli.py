@@ -21,8 +21,8 @@ from typing_extensions import override
 
 import lightning_megatrain  # noqa: F401  (registers the strategy)
 import lightning_megatrain.callbacks  # noqa: F401  (short names)
-import lightning_megatrain.causal_lm  # noqa: F401
 import lightning_megatrain.datamodules  # noqa: F401
+import lightning_megatrain.language_model  # noqa: F401
 
 # What is no Trainer method: the module whose `main(arguments)` runs, and its line in the help.
 COMMANDS = {

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-from lightning_megatrain.causal_lm import CausalLM
 from lightning_megatrain.datamodules.tokenizers import load_tokenizer
+from lightning_megatrain.language_model import CausalLM
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

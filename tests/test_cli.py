@@ -7,10 +7,10 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lightning_megatrain.causal_lm import CausalLM
+from lightning_megatrain import MegaTrainStrategy
 from lightning_megatrain.cli import main
 from lightning_megatrain.export import export
-from lightning_megatrain.strategy import MegaTrainStrategy
+from lightning_megatrain.language_model import CausalLM
 
 
 @pytest.fixture

@@ -65,7 +65,7 @@ def test_yaml_blocks_are_configs_the_command_takes(config: str, tmp_path: Path, 
         main(["fit", "-c", str(path), "--print_config"])
 
     assert end.value.code == 0
-    assert "lightning_megatrain.causal_lm.CausalLM" in capsys.readouterr().out
+    assert "lightning_megatrain.language_model.CausalLM" in capsys.readouterr().out
 
 
 def test_subcommands_exist() -> None:

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 
 from lightning_megatrain.callbacks import ReweightingPolicy
-from lightning_megatrain.causal_lm import CausalLM
 from lightning_megatrain.datamodules import DynamicLoader
+from lightning_megatrain.language_model import CausalLM
 from tests.callbacks.modules import Sentences, tiny_llama
 
 CONFIG = {

@@ -6,8 +6,8 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from transformers import AutoConfig
 
-from lightning_megatrain.causal_lm import CausalLM
 from lightning_megatrain.datamodules import MixtureDataModule
+from lightning_megatrain.language_model import CausalLM
 
 LLAMA = {
     "model_type": "llama",

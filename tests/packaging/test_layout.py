@@ -28,6 +28,8 @@ def is_inside(module: str, *packages: str) -> bool:
 ARROWS = {
     "engine": {"engine"},
     "optim": {"optim"},
+    "strategy": {"strategy", "engine", "optim"},
+    "language_model": {"language_model", "strategy", "engine", "model_ops", "datamodules"},
     "model_ops": {"model_ops", "engine"},
     "datamodules": {"datamodules"},
     "callbacks": {"callbacks", "model_ops", "datamodules", "loader_place"},
@@ -35,6 +37,8 @@ ARROWS = {
 FOLDERS = {
     "engine": "lightning_megatrain/engine",
     "optim": "lightning_megatrain/optim",
+    "strategy": "lightning_megatrain/strategy",
+    "language_model": "lightning_megatrain/language_model",
     "model_ops": "lightning_megatrain/model_ops",
     "datamodules": "datamodules",
     "callbacks": "callbacks",

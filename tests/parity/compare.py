@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_megatrain.strategy import MegaTrainStrategy
+from lightning_megatrain import MegaTrainStrategy
 from tests.emulated import EmulatedAccelerator, emulated_device
 from tests.parity.exceptions import NOT_BITWISE, Tolerance
 from tests.parity.subject import Subject

@@ -12,7 +12,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_megatrain.strategy import MegaTrainStrategy
+from lightning_megatrain import MegaTrainStrategy
 from tests.emulated import EmulatedAccelerator, emulated_device
 from tests.parity.torch_models import WIDTH, Dropping, Stack
 

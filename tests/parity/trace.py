@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
 
-from lightning_megatrain.strategy import MegaTrainStrategy
+from lightning_megatrain import MegaTrainStrategy
 from tests.parity.subject import BATCHES, Batch, Subject
 
 Numbers = dict[str, Tensor | None]

@@ -1,6 +1,7 @@
 """Host bytes a parameter: counted to the byte for a small model, and seen by the system for one of 200 M parameters."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from lightning_megatrain import MegaTrainStrategy
-from lightning_megatrain.causal_lm import CausalLM
+from lightning_megatrain.language_model import CausalLM
 from tests.strategy.compare import quiet_trainer
 
 ADAMW = "lightning_megatrain.optim.HostAdamW"
@@ -55,7 +56,7 @@ def resident_set() -> int:
 def train(config: dict[str, Any], steps: int, options: dict[str, Any], window: int) -> tuple[Weighs, int, int]:
     """Trains a few steps; returns the strategy, and the numbers of parameters in layers and in all."""
     torch.manual_seed(0)
-    data = [{"input_ids": torch.arange(8) + i, "labels": torch.arange(8) + i} for i in range(steps * window)]
+    data = [{"input_ids": torch.arange(2) + i, "labels": torch.arange(2) + i} for i in range(steps * window)]
     model = CausalLM(config, optimizer=ADAMW)
     strategy = Weighs(**options)
     trainer = quiet_trainer(
@@ -89,9 +90,14 @@ def test_bytes_of_a_layer_parameter(form: str) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("form", FORMS)
 def test_the_system_sees_what_is_counted(form: str) -> None:
-    """In a process of its own. Within 5 %, which is what allocators leave unused between tensors."""
+    """In a process of its own, within 5 %.
+
+    glibc keeps freed blocks below a threshold that it raises up to 32 MiB as it goes; how many depends on the number of threads (2 to 13 %
+    seen). With the threshold fixed, what is freed goes back to the system, and the system sees what is held: within 1 % here.
+    """
     command = [sys.executable, "-m", "tests.strategy.test_host_bytes", form]
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["parameters"] > 200e6
@@ -103,7 +109,7 @@ def weigh(form: str) -> dict[str, float]:
     _, options, window = FORMS[form]
     train(llama(layers=2, width=16), 2, options, window)  # imports, kernels, threads
     before = resident_set()
-    strategy, _, number = train(llama(layers=12, width=1024, vocabulary=4000), 3, options, window)
+    strategy, _, number = train(llama(layers=12, width=1024, vocabulary=4000), 2, options, window)
     # resident parameters: a BF16 copy in the module, and their gradients where those of layers are not kept
     resident = 2 * 4000 * 1024 + 1024
     constant = 2 * resident + (2 * resident if form == "transient gradients" else 0)

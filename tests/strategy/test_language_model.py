@@ -10,13 +10,13 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.data import DataLoader
 
-from lightning_megatrain.causal_lm import CausalLM
 from lightning_megatrain.datamodules.packing import IGNORED, pad_batch
 from lightning_megatrain.engine.host import HostLayer
 from lightning_megatrain.engine.resident import _Resident
 from lightning_megatrain.engine.sources import OnTheWay, in_memory_order
+from lightning_megatrain.language_model import CausalLM
+from lightning_megatrain.language_model.token_window import TokenWindow
 from lightning_megatrain.optim import HostAdamW, split
-from lightning_megatrain.token_window import TokenWindow
 from tests.strategy.compare import MakeTrainer, Place, differences, plain, state, streamed
 
 LLAMA = {

@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_megatrain import MegaTrainStrategy
-from lightning_megatrain.causal_lm import CausalLM
+from lightning_megatrain.language_model import CausalLM
 from lightning_megatrain.optim import HostAdamW
 from tests.strategy.compare import MakeTrainer, Place, differences, plain, quiet_trainer, streamed
 from tests.strategy.host_adamw import HostTrained, trained

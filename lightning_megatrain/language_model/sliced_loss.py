@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lightning_megatrain.datamodules.packing import IGNORED
+from lightning_megatrain.language_model.slices import over_slices
+from lightning_megatrain.language_model.token_losses import token_losses
 from lightning_megatrain.model_ops.hugging_face import base_of
-from lightning_megatrain.slices import over_slices
-from lightning_megatrain.token_losses import token_losses
 
 _SEEN = 2  # tokens of a row that the model's own head gets to see while its hidden states are kept
 

@@ -18,7 +18,7 @@ def sample_text(
     seed: int,
     **options: Any,
 ) -> str:
-    """Continue a text; see :meth:`~lightning_megatrain.causal_lm.CausalLM.generate`. The global random state is left as it was."""
+    """Continue a text; see :meth:`~lightning_megatrain.language_model.CausalLM.generate`. The global random state is left as it was."""
     start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     ids = tokenizer(prompt, add_special_tokens=False)["input_ids"] if prompt else [start]
     input_ids = torch.tensor([ids], device=device)

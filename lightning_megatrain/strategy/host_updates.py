@@ -11,10 +11,10 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_megatrain.engine import Engine
-from lightning_megatrain.known_code import BETWEEN_STEPS, GRADIENTS, OWN_STEPS, hooks_on, unknown_hooks, unknown_to_the_step
 from lightning_megatrain.optim import HostAdamW
 from lightning_megatrain.optim.deferred import DeferredUpdates
 from lightning_megatrain.optim.in_backward import BackwardUpdates
+from lightning_megatrain.strategy.known_code import BETWEEN_STEPS, GRADIENTS, OWN_STEPS, hooks_on, unknown_hooks, unknown_to_the_step
 
 
 class HostUpdates:

@@ -9,9 +9,9 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 
-from lightning_megatrain.host_memory import available_bytes
 from lightning_megatrain.optim import HostAdamW, bytes_per_parameter
 from lightning_megatrain.optim.split_masters import SplitMasters
+from lightning_megatrain.strategy.host_memory import available_bytes
 
 Masters = Literal["fp32", "split", "auto"]
 _SPARE = 0.9

@@ -17,7 +17,7 @@ def device_peak_bytes(
     saved_inputs: Literal["host", "device"] = "host",
     dtype: torch.dtype = torch.bfloat16,
 ) -> int:
-    """Return the most bytes that live on the device at once in a training step of :class:`~lightning_megatrain.causal_lm.CausalLM`.
+    """Return the most bytes that live on the device at once in a training step of :class:`~lightning_megatrain.language_model.CausalLM`.
 
     For `strategy="megatrain"`, `precision="bf16-true"` (or `"32-true"` with `dtype=torch.float32`), a model of Llama's make (RMSNorm,
     rotary positions, an MLP of three matrices; Llama, Mistral, Qwen2), all weights trained, and an attention kernel that needs no T x T

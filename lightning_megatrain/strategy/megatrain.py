@@ -24,14 +24,14 @@ from typing_extensions import override
 
 from lightning_megatrain.engine import Engine
 from lightning_megatrain.engine.report import report
-from lightning_megatrain.host_masters import Masters, split_masters
-from lightning_megatrain.host_updates import HostUpdates
 from lightning_megatrain.optim import HostAdamW
 from lightning_megatrain.optim.fused import FusedSwitches
 from lightning_megatrain.optim.split_masters import SplitMasters
-from lightning_megatrain.precision import HostPrecision, MegaTrainMixedPrecision, MegaTrainPrecision, compute_dtype, host_precision
-from lightning_megatrain.torn import mark_torn, refuse_torn
-from lightning_megatrain.user_settings import check_optimizer, keep_averages_on_host
+from lightning_megatrain.strategy.host_masters import Masters, split_masters
+from lightning_megatrain.strategy.host_updates import HostUpdates
+from lightning_megatrain.strategy.precision import HostPrecision, MegaTrainMixedPrecision, MegaTrainPrecision, compute_dtype, host_precision
+from lightning_megatrain.strategy.torn import mark_torn, refuse_torn
+from lightning_megatrain.strategy.user_settings import check_optimizer, keep_averages_on_host
 
 
 class MegaTrainStrategy(SingleDeviceStrategy):

@@ -9,9 +9,9 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lightning_megatrain.causal_lm import CausalLM
 from lightning_megatrain.datamodules.packing import IGNORED, pad_batch
 from lightning_megatrain.datamodules.tokenizers import load_tokenizer
+from lightning_megatrain.language_model import CausalLM
 
 LLAMA = {
     "model_type": "llama",

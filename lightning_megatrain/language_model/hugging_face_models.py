@@ -53,7 +53,7 @@ def build_model(
     lora: dict[str, Any] | None,
     pretrained: bool,
 ) -> PreTrainedModel:
-    """Make a model in FP32 on the CPU, adapters included; the arguments are those of :class:`~lightning_megatrain.causal_lm.CausalLM`.
+    """Make a model in FP32 on the CPU, adapters included; the arguments are those of :class:`~lightning_megatrain.language_model.CausalLM`.
 
     Args:
         model: Where the weights are, if they are loaded.

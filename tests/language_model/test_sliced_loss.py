@@ -11,12 +11,12 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_megatrain.callbacks import ReweightingPolicy
-from lightning_megatrain.causal_lm import CausalLM
 from lightning_megatrain.datamodules import DynamicLoader
 from lightning_megatrain.datamodules.packing import IGNORED, pad_batch
-from lightning_megatrain.sliced_loss import Head, LossSlices, sliced_losses
+from lightning_megatrain.language_model import CausalLM
+from lightning_megatrain.language_model.sliced_loss import Head, LossSlices, sliced_losses
 from tests.emulated import DEVICE, EmulatedAccelerator, emulated_device
-from tests.test_causal_lm import LENGTHS, LLAMA, SGD, fit, loader, make_model, make_rows, make_trainer
+from tests.language_model.test_causal_lm import LENGTHS, LLAMA, SGD, fit, loader, make_model, make_rows, make_trainer
 
 EXPERTS = {"num_experts_per_tok": 2, "router_aux_loss_coef": 0.5, "output_router_logits": True}
 NO_DROPOUT = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
@@ -102,7 +102,7 @@ def test_a_batch_that_fits_a_slice_runs_whole(monkeypatch):
     def never(*_, **__):
         raise AssertionError("sliced")
 
-    monkeypatch.setattr("lightning_megatrain.sliced_loss.sliced_losses", never)
+    monkeypatch.setattr("lightning_megatrain.language_model.sliced_loss.sliced_losses", never)
     batch = batch_of()
     make_model(LLAMA, loss_slice=batch["labels"].numel()).token_losses(batch)
     with pytest.raises(AssertionError, match="sliced"):

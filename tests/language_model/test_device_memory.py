@@ -8,9 +8,8 @@ import torch
 from torch.utils.data import DataLoader
 from transformers import AutoConfig
 
-from lightning_megatrain.causal_lm import CausalLM
-from lightning_megatrain.device_memory import device_peak_bytes
-from lightning_megatrain.strategy import MegaTrainStrategy
+from lightning_megatrain import MegaTrainStrategy
+from lightning_megatrain.language_model import CausalLM, device_peak_bytes
 from tests.emulated import EmulatedAccelerator, emulated_device
 
 

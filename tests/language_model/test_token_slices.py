@@ -9,14 +9,14 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lightning_megatrain.causal_lm import CausalLM
+from lightning_megatrain import MegaTrainStrategy
 from lightning_megatrain.engine import Engine
+from lightning_megatrain.language_model import CausalLM
+from lightning_megatrain.language_model.token_slices import slice_tokens
 from lightning_megatrain.model_ops import gradient_features
-from lightning_megatrain.strategy import MegaTrainStrategy
-from lightning_megatrain.token_slices import slice_tokens
 from tests.emulated import DEVICE, EmulatedAccelerator, emulated_device
-from tests.test_causal_lm import LENGTHS, LLAMA, SGD, loader, make_model, make_rows, make_trainer
-from tests.test_sliced_loss import FAMILIES, GPT2, batch_of
+from tests.language_model.test_causal_lm import LENGTHS, LLAMA, SGD, loader, make_model, make_rows, make_trainer
+from tests.language_model.test_sliced_loss import FAMILIES, GPT2, batch_of
 
 DENSE = [name for name, fields in FAMILIES.items() if "num_experts_per_tok" not in fields]
 

@@ -15,7 +15,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
 from lightning_megatrain.engine.placement import placed, places_of
-from lightning_megatrain.slices import over_slices
+from lightning_megatrain.language_model.slices import over_slices
 
 _LINEAR = (nn.Linear, Conv1D)
 

@@ -18,16 +18,16 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from typing_extensions import override
 
 from lightning_megatrain.datamodules.packing import IGNORED
-from lightning_megatrain.evaluation import Evaluation, perplexity
-from lightning_megatrain.hugging_face_models import build_model, import_class, import_peft, load_config
-from lightning_megatrain.packing_check import check_packing
-from lightning_megatrain.sampling import sample_text
-from lightning_megatrain.schedules import Schedule, share_of_peak
-from lightning_megatrain.sliced_loss import LossSlices
+from lightning_megatrain.language_model.evaluation import Evaluation, perplexity
+from lightning_megatrain.language_model.hugging_face_models import build_model, import_class, import_peft, load_config
+from lightning_megatrain.language_model.packing_check import check_packing
+from lightning_megatrain.language_model.sampling import sample_text
+from lightning_megatrain.language_model.schedules import Schedule, share_of_peak
+from lightning_megatrain.language_model.sliced_loss import LossSlices
+from lightning_megatrain.language_model.token_losses import tokens_without_padding
+from lightning_megatrain.language_model.token_slices import slice_tokens
+from lightning_megatrain.language_model.token_window import TokenWindow
 from lightning_megatrain.strategy import MegaTrainStrategy
-from lightning_megatrain.token_losses import tokens_without_padding
-from lightning_megatrain.token_slices import slice_tokens
-from lightning_megatrain.token_window import TokenWindow
 
 Batch = dict[str, torch.Tensor]
 
@@ -36,7 +36,7 @@ class CausalLM(L.LightningModule):
     """Train, validate and sample a Hugging Face causal LM.
 
     The loss is the mean over the label tokens of the whole accumulation window, over all devices, so batch 8, 4 x 2 and 8 x 1 give the
-    same gradient; see :mod:`lightning_megatrain.token_window`. A mixture-of-experts model's router loss is added where its config
+    same gradient; see :mod:`.token_window`. A mixture-of-experts model's router loss is added where its config
     asks for it (`output_router_logits`), weighted by label tokens too; it is no mean over tokens and depends on how the window is cut.
 
     Weights are built in :meth:`configure_model`, after the data was checked, straight into host memory, in FP32.
