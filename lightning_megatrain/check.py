@@ -14,6 +14,8 @@ from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from lightning_megatrain.engine.passes import current_pass
+from lightning_megatrain.language_model import CausalLM
+from lightning_megatrain.language_model.hugging_face_models import import_class, load_config
 from lightning_megatrain.strategy import MegaTrainStrategy
 
 STEPS = 2
@@ -175,13 +177,27 @@ def _run(arguments: Sequence[str], strategy: str) -> Record:
 
 
 def _shrink(model: Any) -> None:
-    """Leaves a model that is described by its config a few layers; any other is run as it is."""
-    described = (model.get("init_args") or model).get("model")
-    if isinstance(described, dict):
-        for key in ("num_hidden_layers", "n_layer", "num_layers"):
-            if isinstance(described.get(key), int) and described[key] > LAYERS_WHEN_SHRUNK:
-                print(f"The model is shrunk from {key}={described[key]} to {LAYERS_WHEN_SHRUNK}.")
-                described[key] = LAYERS_WHEN_SHRUNK
+    """Leaves a model that is described by its config a few layers, a pretrained `CausalLM` too; any other is run as it is."""
+    arguments = model.get("init_args") or model
+    described = arguments.get("model")
+    if isinstance(described, str) and issubclass(import_class(model.get("class_path") or "builtins.object"), CausalLM):
+        described = load_config(described, arguments.get("revision")).to_diff_dict()
+    if isinstance(described, dict) and _shrink_layers(described):
+        arguments["model"] = described
+
+
+def _shrink_layers(fields: dict[str, Any]) -> bool:
+    """Whether a model's config had more layers than `LAYERS_WHEN_SHRUNK`; it is left as many."""
+    for key in ("num_hidden_layers", "n_layer", "num_layers"):
+        layers = fields.get(key)
+        if isinstance(layers, int) and layers > LAYERS_WHEN_SHRUNK:
+            print(f"The model is shrunk from {key}={layers} to {LAYERS_WHEN_SHRUNK}, with random weights.")
+            fields[key] = LAYERS_WHEN_SHRUNK
+            for name, value in fields.items():  # what each layer is, such as `layer_types`
+                if isinstance(value, list) and len(value) == layers:
+                    fields[name] = value[:LAYERS_WHEN_SHRUNK]
+            return True
+    return False
 
 
 def main(arguments: Sequence[str]) -> None:

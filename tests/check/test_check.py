@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from transformers import AutoConfig
 
 from lightning_megatrain.check import main
 
@@ -58,12 +59,12 @@ def test_without_arguments_it_says_how_to_call_it(capsys: pytest.CaptureFixture[
     assert capsys.readouterr().out.startswith("usage: lightning-megatrain check -c config.yaml")
 
 
-def test_a_model_described_by_its_config_is_shrunk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "text.jsonl").write_text("".join(f'{{"text": "{"a line of text, number " * 9}{number}"}}\n' for number in range(30)))
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 12, "num_attention_heads": 2, "vocab_size": 264}
+def language_model(folder: Path, model: object) -> str:
+    """The path of a config that trains a language model on a few lines."""
+    (folder / "text.jsonl").write_text("".join(f'{{"text": "{"a line of text, number " * 9}{number}"}}\n' for number in range(30)))
     text = {
         "trainer": {"accelerator": "cpu", "strategy": "megatrain", "precision": "bf16-mixed"},
-        "model": {"class_path": "CausalLM", "init_args": {"model": {"model_type": "llama", "max_position_embeddings": 32, **sizes}}},
+        "model": {"class_path": "CausalLM", "init_args": {"model": model}},
         "data": {
             "class_path": "MixtureDataModule",
             "init_args": {
@@ -71,13 +72,33 @@ def test_a_model_described_by_its_config_is_shrunk(tmp_path: Path, capsys: pytes
                 "block_size": 32,
                 "batch_size": 2,
                 "val_fraction": 0.1,
-                "cache_dir": str(tmp_path / "cache"),
-                "domains": {"lines": {"files": str(tmp_path / "text.jsonl")}},
+                "cache_dir": str(folder / "cache"),
+                "domains": {"lines": {"files": str(folder / "text.jsonl")}},
             },
         },
     }
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(text))
-    main(["-c", str(tmp_path / "config.yaml")])
+    (folder / "config.yaml").write_text(yaml.safe_dump(text))
+    return str(folder / "config.yaml")
+
+
+SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 12, "num_attention_heads": 2, "vocab_size": 264}
+
+
+def test_a_model_described_by_its_config_is_shrunk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["-c", language_model(tmp_path, {"model_type": "llama", "max_position_embeddings": 32, **SIZES})])
     out = capsys.readouterr().out
-    assert "The model is shrunk from num_hidden_layers=12 to 2." in out
+    assert "The model is shrunk from num_hidden_layers=12 to 2, with random weights." in out
     assert "21 of 21 equal bit for bit" in out
+
+
+def test_a_pretrained_model_is_shrunk_by_its_config_and_its_weights_are_not_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Plain training of the whole may not fit on the device, which is why someone asks. Its config lists the kind of each layer."""
+    config = AutoConfig.for_model("qwen3", max_position_embeddings=32, num_key_value_heads=2, head_dim=8, **SIZES)
+    assert len(config.layer_types) == 12
+    config.save_pretrained(tmp_path / "model")
+    main(["-c", language_model(tmp_path, str(tmp_path / "model"))])
+    out = capsys.readouterr().out
+    assert "The model is shrunk from num_hidden_layers=12 to 2, with random weights." in out
+    assert out.endswith("Streamed and plain training agree.\n")
