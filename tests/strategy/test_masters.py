@@ -10,8 +10,8 @@ from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheck
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from lightning_megatrain import host_masters
 from lightning_megatrain.optim import HostAdamW
+from lightning_megatrain.strategy import host_masters
 from tests.strategy.compare import Place, differences, state, streamed
 from tests.strategy.host_adamw import HostTrained, trained
 from tests.strategy.subject import Subject, batches
