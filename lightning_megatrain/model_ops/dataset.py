@@ -132,10 +132,16 @@ def _load(
 
 def _stored(store: FeatureStore, wanted: list[int]) -> dict[int, Any]:
     """Returns the stored rows that are wanted, as rank 0 sees them: the ranks must agree, and may not share a disk."""
-    found = [store.load()] if _global_rank() == 0 else [None]
-    if _world_size() > 1:
-        dist.broadcast_object_list(found, src=0)
-    indices, rows = found[0]  # type: ignore[misc]
+    found: list[Any] = [None]
+    try:
+        if _global_rank() == 0:
+            found = [store.load()]
+    finally:  # the other ranks wait for word
+        if _world_size() > 1:
+            dist.broadcast_object_list(found, src=0)
+    if found[0] is None:
+        raise RuntimeError("Rank 0 could not read the feature store.")
+    indices, rows = found[0]
     chosen = set(wanted)
     return {i: row for i, row in zip(indices.tolist(), rows, strict=True) if i in chosen}
 

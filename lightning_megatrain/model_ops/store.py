@@ -1,7 +1,7 @@
 """Features of samples on disk: computed once, found again only for exactly what they were computed from.
 
 A folder per key holds `key.json` and shards `rows-*.safetensors`, each written under another name first and then renamed, so a crash leaves
-whole shards or none.
+whole shards or none. Each has a checksum of its contents: one that the disk has changed is set aside, and its rows count as missing.
 
 Shapes: N rows, K features.
 """
@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from tqdm.auto import tqdm
@@ -143,29 +145,50 @@ class FeatureStore:
         if not len(indices):
             return
         shard = {"indices": torch.tensor(list(indices)), "rows": rows_NK.detach().cpu().to(self.dtype).contiguous()}
-        _write_atomically(
-            self.path / f"rows-{min(indices):09d}-{uuid.uuid4().hex[:12]}.safetensors", lambda temporary: save_file(shard, temporary)
-        )
+        metadata = {"checksum": _checksum(shard["indices"], shard["rows"])}
+        file = self.path / f"rows-{min(indices):09d}-{uuid.uuid4().hex[:12]}.safetensors"
+        _write_atomically(file, lambda temporary: save_file(shard, temporary, metadata))
 
     def load(self) -> tuple[Tensor, Tensor]:
         """Returns the indices (N,) in rising order, each once, and their rows (N, K) in FP32.
 
-        Raises:
-            ValueError: when a shard cannot be read.
+        A shard that is cut short, or whose contents do not have the checksum it was written with, is renamed to `*.damaged` with a warning
+        that names it. Its rows are missing then, so `over_dataset` computes them again. The checksum costs a second for each gigabyte.
         """
         shards = []
         for file in sorted(self.path.glob("rows-*.safetensors")):
             try:
-                shards.append(load_file(file))
+                shards.append(_read(file))
+            except OSError:
+                raise  # the disk, or the right to read: the shard may be whole
             except Exception as error:
-                raise ValueError(f"{file} cannot be read ({error}). Delete it: its rows will be computed again.") from error
+                file.rename(file.with_suffix(".damaged"))
+                rank_zero_warn(
+                    f"{file} is damaged ({error}), so its rows are missing and will be computed again. It was renamed to `.damaged`: "
+                    "look at the disk, then delete it."
+                )
         if not shards:
             return torch.empty(0, dtype=torch.long), torch.empty(0, 0)
-        indices, rows = torch.cat([s["indices"] for s in shards]), torch.cat([s["rows"] for s in shards]).float()
+        indices, rows = torch.cat([i for i, _ in shards]), torch.cat([r for _, r in shards]).float()
         order = indices.argsort(stable=True)
         first = torch.ones_like(order, dtype=torch.bool)
         first[1:] = indices[order][1:] != indices[order][:-1]
         return indices[order][first], rows[order[first]]
+
+
+def _read(file: Path) -> tuple[Tensor, Tensor]:
+    with safe_open(file, "pt") as shard:
+        indices, rows, written = shard.get_tensor("indices"), shard.get_tensor("rows"), (shard.metadata() or {}).get("checksum")
+    if (found := _checksum(indices, rows)) != written:
+        raise ValueError(f"its contents have the checksum {found}, not {written}")
+    return indices, rows
+
+
+def _checksum(*tensors: Tensor) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for tensor in tensors:
+        _hash_into(digest, tensor)
+    return digest.hexdigest()
 
 
 def _write_atomically(file: Path, write: Any) -> None:

@@ -5,6 +5,7 @@ import socket
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import lightning.pytorch as pl
 import torch
@@ -95,6 +96,17 @@ def _share(rank: int, samples: int, folder: str) -> dict[str, Any]:
         "seen": seen.seen,
         "texts": over_dataset(partial(generate, max_new_tokens=2), module, data, batch_size=2, progress=False),
     }
+
+
+def unreadable_store(rank: int, folder: str) -> str:
+    module = llama()
+    store = make_store(Path(folder) / str(rank), module, 3)
+    store.load = Mock(side_effect=PermissionError)  # type: ignore[method-assign]
+    try:
+        over_dataset(Counting(), module, dataset(3), batch_size=2, store=store, progress=False)
+    except Exception as error:
+        return type(error).__name__
+    return "none"
 
 
 class Ask(pl.Callback):

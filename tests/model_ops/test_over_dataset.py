@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_megatrain.model_ops import embed, generate, gradient_features, over_dataset, sample_losses
-from tests.model_ops.ranks import SETTINGS, Counting, Crash, dataset, make_store, on_ranks, share, train_under_ddp
+from tests.model_ops.ranks import SETTINGS, Counting, Crash, dataset, make_store, on_ranks, share, train_under_ddp, unreadable_store
 from tests.model_ops.subjects import Lit, llama, text_batch
 
 
@@ -118,6 +118,20 @@ def test_after_a_crash_only_the_missing_rows_are_computed(tmp_path: Path) -> Non
     assert nothing.seen == 0
 
 
+def test_of_a_damaged_shard_only_its_own_rows_are_computed_again(tmp_path: Path) -> None:
+    module, options = llama(), {"batch_size": 1, "batches_per_shard": 2, "progress": False}
+    expected = over_dataset(Counting(), module, dataset(7), store=make_store(tmp_path, module, 7), **options)
+    shard = sorted(make_store(tmp_path, module, 7).path.glob("rows-*"))[1]
+    content = shard.read_bytes()
+    shard.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    again = Counting()
+    with pytest.warns(UserWarning, match=f"{shard.name} is damaged"):
+        found = over_dataset(again, module, dataset(7), store=make_store(tmp_path, module, 7), **options)
+    assert again.seen == 2
+    assert torch.equal(found, expected)
+    assert make_store(tmp_path, module, 7).load()[0].tolist() == list(range(7))
+
+
 # --- two processes ---
 
 
@@ -135,6 +149,11 @@ def test_two_processes_share_the_samples_and_agree(tmp_path: Path) -> None:
             assert len(found["texts"]) == samples
         assert torch.equal(ranks[0][samples]["features"], ranks[1][samples]["features"])
         assert make_store(tmp_path / "store", llama(), samples).load()[0].tolist() == list(range(samples))
+
+
+@pytest.mark.long
+def test_where_rank_0_cannot_read_the_store_no_rank_waits(tmp_path: Path) -> None:
+    assert on_ranks(2, unreadable_store, tmp_path, str(tmp_path / "store")) == ["PermissionError", "RuntimeError"]
 
 
 @pytest.mark.long

@@ -60,7 +60,7 @@ def test_a_crash_while_writing_leaves_nothing(tmp_path: Path, monkeypatch: pytes
     store = FeatureStore(tmp_path, KEY)
     store.append([0], torch.ones(1, 2))
 
-    def torn(tensors: Any, path: Path) -> None:
+    def torn(tensors: Any, path: Path, metadata: Any) -> None:
         path.write_bytes(b"half of a shard")
         raise KeyboardInterrupt
 
@@ -71,13 +71,42 @@ def test_a_crash_while_writing_leaves_nothing(tmp_path: Path, monkeypatch: pytes
     assert sorted(p.suffix for p in store.path.iterdir()) == [".json", ".safetensors"]
 
 
-def test_a_damaged_shard_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("damage", ["a bit of a row", "a bit of an index", "cut short", "empty"])
+def test_a_damaged_shard_is_named_and_set_aside_and_its_rows_are_missing(damage: str, tmp_path: Path) -> None:
+    store, rows = FeatureStore(tmp_path, KEY), torch.randn(4, 3)
+    store.append([0, 1], rows[:2])
+    store.append([2, 3], rows[2:])
+    kept, shard = sorted(store.path.glob("rows-*"))
+    whole = shard.read_bytes()
+    if "bit" in damage:
+        flip(shard, whole.index((rows[2:] if "row" in damage else torch.tensor([2, 3])).numpy().tobytes()) + 5)
+    else:
+        shard.write_bytes(whole[:-3] if damage == "cut short" else b"")
+    with pytest.warns(UserWarning, match=rf"{shard.name} is damaged .* will be computed again.*\.damaged"):
+        assert store.load()[0].tolist() == [0, 1]
+    assert sorted(p.name for p in store.path.glob("rows-*")) == [kept.name, shard.with_suffix(".damaged").name]
+    assert store.load()[0].tolist() == [0, 1]
+    store.append([2, 3], rows[2:])
+    assert torch.equal(store.load()[1], rows)
+
+
+def test_no_bit_of_a_shard_can_change_unseen(tmp_path: Path) -> None:
     store = FeatureStore(tmp_path, KEY)
-    store.append([0], torch.ones(1, 2))
-    shard = next(store.path.glob("rows-*"))
-    shard.write_bytes(shard.read_bytes()[:-3])
-    with pytest.raises(ValueError, match=rf"{shard.name} cannot be read .* Delete it"):
-        store.load()
+    store.append([0, 1], torch.randn(2, 3))
+    (shard,) = store.path.glob("rows-*")
+    whole = shard.read_bytes()
+    for place in range(len(whole)):
+        flip(shard, place)
+        with pytest.warns(UserWarning, match="is damaged"):
+            assert len(store.load()[0]) == 0
+        shard.write_bytes(whole)
+    assert len(store.load()[0]) == 2
+
+
+def flip(file: Path, place: int) -> None:
+    content = bytearray(file.read_bytes())
+    content[place] ^= 1
+    file.write_bytes(content)
 
 
 def test_the_key_follows_weights_buffers_optimizer_settings_and_step() -> None:
