@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -55,7 +56,9 @@ class MegaTrainCLI(LightningCLI):
 
     @override
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        with _each_key_once():
+        with _each_key_once(), warnings.catch_warnings():
+            # `check` and `doremi` give arguments of their own while those of the process are there too
+            warnings.filterwarnings("ignore", "LightningCLI's args parameter is intended")
             super().parse_arguments(parser, args)
 
     @override
