@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
 from lightning_megatrain.callbacks.decision_log import DecisionLog
@@ -39,12 +40,14 @@ class Policy(pl.Callback):
         every_n_steps: Then acts each time this many more have passed; 0 acts only once.
         max_updates: Acts at most this often; 0 never acts, None has no limit.
         domain: For a plain DataLoader: the column, or the function of a sample, that gives the domain.
-        name: Tells two policies of one class apart, in checkpoint, loggers and files (default: the class's name).
+        name: Tells two policies of one class apart, in checkpoint, loggers and files (default: the class's name). A resumed run finds
+            its state by it.
         record: Whether decisions are written to ``<log_dir>/policies/<name>/`` and a figure is drawn there.
 
     Raises:
         TypeError: a number of the schedule is not whole, or ``domain`` neither a name nor a function.
         ValueError: a number of the schedule is negative, or ``name`` no name of a folder.
+        MisconfigurationException: (when a run begins) another policy of the Trainer has the same name.
     """
 
     def __init__(
@@ -72,6 +75,7 @@ class Policy(pl.Callback):
         self._earlier_log: Path | None = None  # of the run that was interrupted
         self._new: dict[str, Any] | None = None  # the state of a policy that has not decided
         self._resumed = False
+        self._named_apart = False
         self._loader: DynamicLoader | None = None
         self._folder = Path()
 
@@ -146,7 +150,8 @@ class Policy(pl.Callback):
     @property
     @override
     def state_key(self) -> str:
-        return f"{type(self).__qualname__}:{self.name}"
+        # Lightning wants these unique before `setup`, which refuses namesakes in clearer words.
+        return f"{type(self).__qualname__}:{self.name}" + ("" if self._named_apart else f" at {id(self)}")
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -170,6 +175,7 @@ class Policy(pl.Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._refuse_namesakes(trainer)
         if stage == "fit":
             with self._naming_errors(trainer):
                 if self._new is None and not self._resumed:
@@ -223,6 +229,15 @@ class Policy(pl.Callback):
         if self._log is not None:
             self._log.flush()
         self.teardown(trainer, pl_module, "fit")
+
+    def _refuse_namesakes(self, trainer: pl.Trainer) -> None:
+        named = [type(c).__name__ for c in getattr(trainer, "callbacks", []) if isinstance(c, Policy) and c.name == self.name]
+        if len(named) > 1:
+            raise MisconfigurationException(
+                f"{len(named)} policies of this Trainer are named {self.name!r} ({', '.join(named)}). State, metrics and records are kept "
+                f"under the name: give each its own, for example {named[-1]}(..., name='{self.name}2')."
+            )
+        self._named_apart = True
 
     def _act_if_due(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         step = trainer.global_step

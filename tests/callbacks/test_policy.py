@@ -6,6 +6,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_megatrain.callbacks import (
@@ -235,10 +236,38 @@ def test_the_tuner_may_run_first():
     assert trainer.global_step == 6
 
 
-def test_two_policies_of_one_class_need_names():
-    with pytest.raises(RuntimeError, match="state_key"):
+def test_two_policies_of_one_name_are_refused_with_what_to_write():
+    with pytest.raises(MisconfigurationException, match=r"named 'Recorder' .* for example Recorder\(\.\.\., name='Recorder2'\)"):
         fit(Linear(), points(), [Recorder(), Recorder()])
-    fit(Linear(), points(), [Recorder(name="one"), Recorder(name="two")])
+    with pytest.raises(MisconfigurationException, match=r"named 'mine' \(Recorder, FirstOnes\)"):  # they would share a folder
+        fit(Linear(), points(), [Recorder(name="mine"), FirstOnes(size=4, name="mine")])
+
+
+def test_two_policies_of_one_class_find_their_own_state_on_resume(tmp_path):
+    def policies():
+        return [
+            StaticMixture({"a": 1, "b": 1, "c": 0}, domain=third, max_updates=2, every_n_steps=2),
+            StaticMixture({"a": 0, "b": 0, "c": 1}, domain=third, warmup_steps=3, name="later"),
+            LossReweighting(every_n_steps=2),
+            LossReweighting("quadratic", warmup_steps=1, every_n_steps=3, name="second"),
+        ]
+
+    whole, all_policies = Linear(), policies()
+    saver = ModelCheckpoint(tmp_path, every_n_train_steps=4, save_top_k=-1, filename="{step}")
+    fit(whole, points(48), [*all_policies, saver], enable_checkpointing=True, default_root_dir=tmp_path / "whole")
+    assert {i % 3 for i in sum(whole.seen[:3], [])} == {0, 1}
+    assert {i % 3 for i in sum(whole.seen[3:], [])} == {2}
+    resumed, again = Linear(), policies()
+    shuffled = [again[i] for i in (3, 1, 2, 0)]
+    fit(resumed, points(48), shuffled, ckpt_path=tmp_path / "step=4.ckpt", default_root_dir=tmp_path / "resumed")
+    assert resumed.seen == whole.seen[4:]
+    torch.testing.assert_close(weights(resumed), weights(whole))  # their weights are multiplied in another order
+    assert [p.updates for p in again] == [p.updates for p in all_policies] == [2, 1, 6, 4]
+    for p, q in zip(again, all_policies, strict=True):
+        assert p.history == q.history
+        records = [read_decisions(tmp_path / run / "policies" / p.name / "decisions") for run in ("whole", "resumed")]
+        assert records[0].num_rows
+        assert all(records[0][column].equals(records[1][column]) for column in ("step", "index", "domain", "weight"))
 
 
 def test_a_mixture_without_domains_is_refused_and_shown_the_three_forms():
