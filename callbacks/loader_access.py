@@ -133,6 +133,19 @@ def training_loader(trainer: pl.Trainer) -> DynamicLoader:
     return loader
 
 
+def refuse_overfitting(trainer: pl.Trainer, name: str) -> None:
+    """Refuse ``overfit_batches`` beside a policy that changes which samples come next.
+
+    Raises:
+        MisconfigurationException: the Trainer trains on the same batches again and again.
+    """
+    if batches := getattr(trainer, "overfit_batches", 0):
+        raise MisconfigurationException(
+            f"overfit_batches={batches} trains on the same batches again and again, but {name} chooses others. Leave {name} out, or set "
+            "limit_train_batches instead, for short epochs of what it chooses."
+        )
+
+
 def step_ends(trainer: pl.Trainer) -> bool:
     """Return whether the optimizer steps with this micro-batch."""
     return not trainer.fit_loop._should_accumulate()

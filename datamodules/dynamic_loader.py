@@ -109,6 +109,9 @@ class DynamicLoader:
         )
         self._start()
 
+    same_every_epoch = False
+    """Whether each epoch has the batches of the first. The Trainer's `overfit_batches` sets it."""
+
     @classmethod
     def from_dataloader(
         cls,
@@ -374,7 +377,7 @@ class DynamicLoader:
             self._begin_epoch(epoch)
 
     def _begin_epoch(self, epoch: int) -> None:
-        self._planner.begin_epoch(epoch)
+        self._planner.begin_epoch(epoch, again=self.same_every_epoch)
         self._stale = True
 
     def state_dict(self) -> dict[str, Any]:

@@ -92,14 +92,16 @@ class Planner:
         self._own_order, self._has_domains, self._keyed_by_domain = own_order, has_domains, keyed_by_domain
         self._planned = 0
         self._ahead: deque[Planned] = deque()
-        self._position = self._here()  # behind the last batch handed out
+        self._position = self._first = self._here()  # behind the last batch handed out
 
-    def begin_epoch(self, epoch: int) -> None:
-        """Begin an epoch; what was planned and not handed out is taken back."""
+    def begin_epoch(self, epoch: int, again: bool = False) -> None:
+        """Begin an epoch; what was planned and not handed out is taken back. With ``again`` it is the first one's batches."""
         self.epoch, self.delivered = epoch, 0
         self.rewind()
         if self._own_order is not None:
             self._own_order.start_epoch()
+        elif again:
+            self.plan.seek(self._first["plan"])
         elif self.shape.one_pass:
             self.plan.start_pass(epoch)
         self._position = self._here()

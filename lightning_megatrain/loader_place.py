@@ -1,8 +1,12 @@
-"""Puts a DynamicLoader back in its place on resume where Lightning forgets it; an entry point gives this to every Trainer."""
+"""What a DynamicLoader must be told of the Trainer: its place on resume where Lightning forgets it, and `overfit_batches`.
+
+An entry point gives this to every Trainer.
+"""
 
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import lightning.pytorch as pl
 from typing_extensions import override
@@ -11,11 +15,16 @@ _LOADER = "lightning_megatrain.datamodules.dynamic_loader"
 
 
 class LoaderPlace(pl.Callback):
-    """Loads the training loader's place from the checkpoint in the two cases in which Lightning does not. Has no state of its own."""
+    """Loads the training loader's place from the checkpoint in the two cases in which Lightning does not.
+
+    Under `overfit_batches` it keeps the loader at its first batches, as Lightning does with a DataLoader. Has no state of its own.
+    """
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         restore_place(trainer)
+        for loader in _dynamic_loaders(trainer):
+            loader.same_every_epoch = trainer.overfit_batches > 0
 
 
 def loader_place() -> list[pl.Callback]:
@@ -31,9 +40,12 @@ def restore_place(trainer: pl.Trainer) -> None:
     Other loaders than a DynamicLoader are left as Lightning leaves them.
     """
     loop = trainer.fit_loop
-    loaded = sys.modules.get(_LOADER)
-    if loaded is None or loop._combined_loader is None or not loop._combined_loader_states_to_load:
-        return
-    if any(isinstance(loader, loaded.DynamicLoader) for loader in loop._combined_loader.flattened):
+    if loop._combined_loader_states_to_load and _dynamic_loaders(trainer):
+        assert loop._combined_loader is not None
         loop._combined_loader._load_state_dicts(loop._combined_loader_states_to_load)
         loop._combined_loader_states_to_load = []
+
+
+def _dynamic_loaders(trainer: pl.Trainer) -> list[Any]:
+    loaded, combined = sys.modules.get(_LOADER), trainer.fit_loop._combined_loader
+    return [] if loaded is None or combined is None else [x for x in combined.flattened if isinstance(x, loaded.DynamicLoader)]

@@ -20,6 +20,7 @@ from typing_extensions import override
 
 from lightning_megatrain import model_ops
 from lightning_megatrain.callbacks.gather import gather_rows
+from lightning_megatrain.callbacks.loader_access import refuse_overfitting
 from lightning_megatrain.callbacks.reweighting.reweighting import ReweightingPolicy
 from lightning_megatrain.callbacks.training_losses import StepLosses
 from lightning_megatrain.model_ops.hugging_face import find_model
@@ -107,6 +108,8 @@ class DoReMi(ReweightingPolicy):
     @override
     def prepare(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         domains = self.loader.domains
+        if self.schedule.max_updates != 0:
+            refuse_overfitting(trainer, self.name)
         if not len(self._weights_K):
             k = len(domains)
             self._weights_K, self._excess_K = np.full(k, 1 / k), np.zeros(k)

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
+from lightning_megatrain.callbacks.loader_access import refuse_overfitting
 from lightning_megatrain.callbacks.policy import Policy
 
 
@@ -31,6 +32,8 @@ class MixturePolicy(Policy):
     @override
     def prepare(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         _ = self.loader.domains  # refuses data without domains before any time is spent, and shows how to give them
+        if self.schedule.max_updates != 0:
+            refuse_overfitting(trainer, self.name)
 
     @override
     def act(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:

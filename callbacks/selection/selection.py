@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from lightning_megatrain import model_ops
+from lightning_megatrain.callbacks.loader_access import refuse_overfitting
 from lightning_megatrain.callbacks.policy import Policy
 
 
@@ -65,6 +66,8 @@ class SelectionPolicy(Policy):
     @override
     def prepare(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         _ = self.loader.samples  # refuses streams before any time is spent
+        if self.schedule.max_updates != 0:
+            refuse_overfitting(trainer, self.name)
 
     @override
     def act(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:

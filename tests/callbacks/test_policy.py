@@ -288,6 +288,21 @@ def test_what_cannot_be_wrapped_is_refused_with_what_to_change():
         fit(Linear(), DynamicLoader(Stream(), 4, steps_per_epoch=2), [RandomSelection(size=3)])
 
 
+@pytest.mark.parametrize(
+    "policy", [FirstOnes(size=5), StaticMixture(domain=third), ODM(domain=third, warmup_steps=9), DoReMi("here", domain=third)]
+)
+def test_overfit_batches_is_refused_beside_a_policy_that_chooses_other_samples(policy, monkeypatch):
+    monkeypatch.setattr("lightning_megatrain.callbacks.mixture.doremi._load_reference", lambda *_: Linear())
+    with pytest.raises(PolicyError, match=rf"overfit_batches=2 trains .* but {policy.name} chooses others.*limit_train_batches"):
+        fit(Linear(), points(), [policy], overfit_batches=2)
+
+
+def test_a_reweighting_and_idle_policies_leave_overfit_batches_alone():
+    module = Linear()
+    fit(module, points(), [LossReweighting(), *idle()[:-1]], overfit_batches=2, max_epochs=3)
+    assert module.seen == [[0, 1, 2, 3], [4, 5, 6, 7]] * 3
+
+
 def test_aiming_at_the_data_that_is_monitored_warns_once():
     class Validated(Llama):
         def train_dataloader(self):

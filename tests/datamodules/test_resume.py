@@ -84,6 +84,22 @@ def test_at_the_end_of_an_epoch_the_batch_size_may_change(tmp_path):
     assert sorted(sum(second.seen, [])) == list(range(24))
 
 
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("make", [one_pass, long_mixture, streams])
+def test_overfit_batches_trains_on_the_first_batches_again_and_again(make, num_workers, tmp_path):
+    whole, plain, resumed = Linear(), Linear(), Linear()
+    fit(plain, make())
+    loader = make(num_workers=num_workers)
+    saver = ModelCheckpoint(tmp_path, every_n_train_steps=3, save_top_k=-1, filename="{step}")
+    fit(whole, loader, [saver], overfit_batches=2, max_epochs=3, enable_checkpointing=True)
+    assert whole.seen == plain.seen[:2] * 3
+    fit(resumed, make(num_workers=num_workers), overfit_batches=2, max_epochs=3, ckpt_path=tmp_path / "step=3.ckpt")
+    assert resumed.seen == whole.seen[3:]
+    whole.seen.clear()
+    fit(whole, loader, max_epochs=2)  # without the flag the same loader goes on
+    assert whole.seen[6:] != whole.seen[:6] or make is streams
+
+
 def test_a_trainer_without_a_dynamic_loader_is_left_alone(tmp_path):
     plain = DataLoader(Points(), 4)
     fit(Linear(), plain).save_checkpoint(tmp_path / "plain.ckpt")
