@@ -24,11 +24,11 @@ from lightning_megatrain.engine.kept_layers import DeviceBudget
 from lightning_megatrain.engine.landing import Landed
 from lightning_megatrain.engine.lanes import lanes_of
 from lightning_megatrain.engine.layers import Layers, find_layers
+from lightning_megatrain.engine.options import check_options, saved_inputs_budget
 from lightning_megatrain.engine.passes import _STREAMED
 from lightning_megatrain.engine.pinning import PAGE_LOCKERS, LockedMemory, copy_read_only
 from lightning_megatrain.engine.resident import Residents
 from lightning_megatrain.engine.saved_inputs import SavedInputs
-from lightning_megatrain.engine.sizes import parse_size
 from lightning_megatrain.engine.sources import SplitWeights
 from lightning_megatrain.engine.stream import Phase, Stream, Updates
 from lightning_megatrain.engine.streamed_layer import run_layer
@@ -81,7 +81,8 @@ class Engine:
         progress: Called with the bytes of each range of host memory that was page-locked.
 
     Raises:
-        ValueError: Nothing can be streamed, a parameter is not on the CPU, or a size is none.
+        TypeError: An option is of the wrong kind. ValueError: Nothing can be streamed, a parameter is not on the CPU, or an option is out
+        of range.
     """
 
     def __init__(
@@ -107,10 +108,19 @@ class Engine:
         self.casts_streamed = stream_casts and compute_dtype is None
         self.trust_versions = trust_versions
         """Whether what the host can see tells of every write of a weight; may be set while training."""
-        saved_inputs_budget = _saved_inputs_budget(saved_inputs)
+        check_options(
+            layers=layers,
+            resident=resident,
+            slots=slots,
+            staging_buffers=staging_buffers,
+            stream_casts=stream_casts,
+            saved_inputs=saved_inputs,
+            device_memory=device_memory,
+            working_copies=working_copies,
+        )
         _check_materialized(module)
         found = find_layers(module, layers, resident)
-        _check(module, found, slots, staging_buffers)
+        _check(module, found)
         self.module = module
         self.parameters = dict(module.named_parameters())
         """The host parameters by path; the module itself shows device copies of the resident ones while it runs."""
@@ -119,12 +129,13 @@ class Engine:
         self._clock = Clock()
         self.accounting = Accounting()
         self._lanes = lanes_of(self.device)
-        if device_memory not in (None, "auto"):
-            parse_size(device_memory, "device_memory")
         if self._lanes.in_host_memory:
             for option, value, default in (("saved_inputs", saved_inputs, "device"), ("device_memory", device_memory, None)):
                 if value != default:
                     warnings.warn(f"{option}={value!r} is without meaning on the CPU, where the host is the device.", stacklevel=2)
+        self._device_budget = (
+            None if device_memory is None or self._lanes.in_host_memory else DeviceBudget(device_memory, self.device, self.accounting)
+        )
         self.exact = self._lanes.in_host_memory
         """Whether kernels repeat bit for bit."""
         locker = PAGE_LOCKERS.get(self.device.type)
@@ -147,14 +158,11 @@ class Engine:
         }
         self.on_backward_end: list[Callable[[], None]] = [self._backward_ended]
         self._stream = Stream(self.layers, self._lanes, transfer, slots, self._clock, self.accounting)
-        self._device_budget = (
-            None if device_memory is None or self._lanes.in_host_memory else DeviceBudget(device_memory, self.device, self.accounting)
-        )
         self.kept_layers = ""
         """What was decided about layers that keep their weights on the device, in one line; empty before."""
         self._stepped, self._tell = False, tell
         self.gradients = Gradients(self._lanes, self._make_staging, self.accounting)
-        self.saved_inputs = SavedInputs(self._lanes, self.memory, self.accounting, saved_inputs_budget)
+        self.saved_inputs = SavedInputs(self._lanes, self.memory, self.accounting, saved_inputs_budget(saved_inputs))
         self._residents = Residents(
             module, found.resident, self._lanes, self.gradients, compute_dtype, self.accounting, self.on_backward_end, split
         )
@@ -373,11 +381,6 @@ def _runs(module: nn.Module) -> bool:
     return "forward" in module.__dict__ or type(module).forward is not nn.Module.forward
 
 
-def _saved_inputs_budget(option: int | str) -> int | None:
-    """Bytes that may stay on the device; None for any number."""
-    return {"device": None, "host": 0}[option] if option in ("device", "host") else parse_size(option, "saved_inputs")
-
-
 def _check_materialized(module: nn.Module) -> None:
     for name, parameter in module.named_parameters():
         if isinstance(parameter, UninitializedParameter):
@@ -387,11 +390,7 @@ def _check_materialized(module: nn.Module) -> None:
             )
 
 
-def _check(module: nn.Module, found: Layers, slots: int, staging_buffers: int) -> None:
-    if slots < 2:
-        raise ValueError(f"slots={slots}: at least 2 are needed, one for the layer that runs and one for the layer that comes next.")
-    if staging_buffers < 1:
-        raise ValueError(f"staging_buffers={staging_buffers}: at least 1 is needed to bring gradients to the host.")
+def _check(module: nn.Module, found: Layers) -> None:
     elsewhere = {name: p.device for name, p in module.named_parameters() if p.device.type != "cpu"}
     if elsewhere:
         name, device = next(iter(elsewhere.items()))

@@ -7,7 +7,8 @@ import torch
 
 from lightning_megatrain.engine.accounting import Accounting
 from lightning_megatrain.engine.host import HostLayer
-from lightning_megatrain.engine.sizes import parse_size, size_text
+from lightning_megatrain.engine.options import device_memory_budget
+from lightning_megatrain.engine.sizes import size_text
 
 MARGIN = 0.1
 """The share of the device's memory that ``"auto"`` leaves free: for longer batches, and for holes between allocations."""
@@ -27,7 +28,7 @@ class DeviceBudget:
 
     def __init__(self, option: int | str, device: torch.device, accounting: Accounting) -> None:
         self._option, self._device, self._accounting = option, device, accounting
-        self._nbytes = None if option == "auto" else parse_size(option, "device_memory")
+        self._nbytes = device_memory_budget(option)
         self._module: Any = torch.get_device_module(device)
         if not hasattr(self._module, "mem_get_info"):
             if option == "auto":

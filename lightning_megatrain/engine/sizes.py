@@ -1,6 +1,7 @@
 """Sizes of memory as people write them: 20 GiB is `"20GiB"`."""
 
 import re
+from collections.abc import Sequence
 from fractions import Fraction
 
 _UNITS = {"": 1, "b": 1} | {
@@ -8,12 +9,14 @@ _UNITS = {"": 1, "b": 1} | {
 }
 
 
-def parse_size(value: int | str, option: str) -> int:
+def parse_size(value: int | str, option: str, words: Sequence[str] = ()) -> int:
     """Returns a size in bytes.
 
     Args:
-        value: A number of bytes, or text such as ``"20GiB"`` (1024 to the third), ``"20 GB"`` (1000 to the third) or ``"1.5 TiB"``.
+        value: A number of bytes, or text such as ``"20GiB"`` (1024 to the third), ``"20 GB"`` (1000 to the third) or ``"1.5 TiB"``. Units
+            may be written small as a whole; ``"Gb"`` is refused, as it means bits.
         option: The name of the option that was given `value`, for the message.
+        words: What the option may be besides a size, for the message.
 
     Raises:
         TypeError: `value` is neither an int nor a str.
@@ -21,11 +24,16 @@ def parse_size(value: int | str, option: str) -> int:
     """
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise TypeError(f"{option}={value!r}: a size is a number of bytes (an int) or text like '20GiB', not {type(value).__name__}.")
-    found = re.fullmatch(r"\s*(-?\d+(?:\.\d+)?)\s*([a-z]*)\s*", str(value).lower())
-    if found is None or found[2] not in _UNITS:
-        units = "B, KB, MB, GB, TB, KiB, MiB, GiB, TiB"
-        raise ValueError(f"{option}={value!r} is no size. Write a number of bytes, or a number and one of {units}, as in '20GiB'.")
-    nbytes = int(Fraction(found[1]) * _UNITS[found[2]])
+    found = re.fullmatch(r"(-?\d+(?:\.\d+)?)\s*([A-Za-z]*)", str(value).strip())
+    if found is None or found[2].lower() not in _UNITS:
+        wanted = " or ".join([*map(repr, words), "a number of bytes", "a number and one of B, KB, MB, GB, TB, KiB, MiB, GiB, TiB"])
+        raise ValueError(f"{option}={value!r} is no size. Write {wanted}, as in '20GiB'.")
+    number, unit = found.groups()
+    if unit.endswith("b") and not unit.islower():
+        raise ValueError(f"{option}={value!r}: {unit} counts bits, and a size is in bytes. Write '{number}{unit[:-1]}B'.")
+    if "." in number and _UNITS[unit.lower()] == 1:
+        raise ValueError(f"{option}={value!r} is no whole number of bytes. Write a unit behind it, as in '{number}GiB'.")
+    nbytes = int(Fraction(number) * _UNITS[unit.lower()])
     if nbytes <= 0:
         raise ValueError(f"{option}={value!r}: a size must be above zero. Leave the option out to do without.")
     return nbytes

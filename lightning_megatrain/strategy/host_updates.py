@@ -63,7 +63,7 @@ class HostUpdates:
         self._in_backward: BackwardUpdates | None = None
         self._any_dtype: list[Parameter] = []
         if transient:
-            self._begin_in_backward(overlap)
+            self._begin_in_backward()
         elif overlap and (asked or not self.unknown):
             self._begin_deferred()
         if self._optimizer is not None and self.quiet:
@@ -177,11 +177,9 @@ class HostUpdates:
         self._engine.update_before_load(self._deferred)
         rank_zero_info("HostAdamW updates each layer just before the next forward loads it.")
 
-    def _begin_in_backward(self, overlap: bool) -> None:
+    def _begin_in_backward(self) -> None:
         optimizer = self._require("transient_gradients")
         trainer = self._trainer
-        if overlap and self._asked:
-            raise MisconfigurationException("overlap_optimizer=True and transient_gradients=True both say when to update; set one of them.")
         if self._accumulates:
             raise MisconfigurationException(
                 f"transient_gradients=True uses each gradient when it comes, and accumulate_grad_batches={trainer.accumulate_grad_batches} "

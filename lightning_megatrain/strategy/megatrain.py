@@ -23,6 +23,7 @@ from tqdm.auto import tqdm
 from typing_extensions import override
 
 from lightning_megatrain.engine import Engine
+from lightning_megatrain.engine.options import check_choice, check_flag, check_options
 from lightning_megatrain.engine.report import report
 from lightning_megatrain.optim import HostAdamW
 from lightning_megatrain.optim.fused import FusedSwitches
@@ -82,9 +83,9 @@ class MegaTrainStrategy(SingleDeviceStrategy):
             are supported.
 
     Raises:
+        TypeError: An argument is of the wrong kind. ValueError: It is out of range, or nothing in the module can be streamed.
         MisconfigurationException: More than one device, MPS, another precision, ``sync_batchnorm``, or ``torch.compile`` of the whole
-        module; ``masters="split"``, ``overlap_optimizer`` or ``transient_gradients`` where they cannot be right. ValueError: Nothing in
-        the module can be streamed.
+        module; ``masters="split"``, ``overlap_optimizer`` or ``transient_gradients`` where they cannot be right.
     """
 
     strategy_name = "megatrain"
@@ -118,8 +119,18 @@ class MegaTrainStrategy(SingleDeviceStrategy):
             "device_memory": device_memory,
             "working_copies": working_copy == "kept",
         }
-        _check_choice("working_copy", working_copy, ("kept", "cast"))
-        _check_choice("masters", masters, ("fp32", "split", "auto", None))
+        check_options(**self._engine_options)
+        check_choice("working_copy", working_copy, ("kept", "cast"))
+        if masters is not None:
+            check_choice("masters", masters, ("fp32", "split", "auto"))
+        if overlap_optimizer is not None:
+            check_flag("overlap_optimizer", overlap_optimizer)
+        check_flag("transient_gradients", transient_gradients)
+        check_flag("fused_optimizer", fused_optimizer)
+        if not isinstance(checkpoint_io, CheckpointIO | None):
+            raise TypeError(f"checkpoint_io={checkpoint_io!r}: it must be a CheckpointIO, not {type(checkpoint_io).__name__}.")
+        if overlap_optimizer and transient_gradients:
+            raise MisconfigurationException("overlap_optimizer=True and transient_gradients=True both say when to update; set one of them.")
         self.masters, self.overlap_optimizer, self.transient_gradients = masters, overlap_optimizer, transient_gradients
         self._split: SplitMasters | None = None
         self._updates: HostUpdates | None = None
@@ -397,11 +408,6 @@ class MegaTrainStrategy(SingleDeviceStrategy):
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             optimizer.load_state_dict(state)
         self._fused.apply()
-
-
-def _check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name}={value!r}: it must be {', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}.")
 
 
 @contextmanager

@@ -65,10 +65,13 @@ def host_precision(plugin: Precision | None) -> HostPrecision | None:
     """Returns the precision plugin to use in the place of the one the Trainer made.
 
     Raises:
+        TypeError: `plugin` is no plugin.
         MisconfigurationException: The precision is one that cannot be trained right with parameters on the host.
     """
     if plugin is None or isinstance(plugin, HostPrecision):
         return plugin
+    if not isinstance(plugin, Precision):
+        raise TypeError(f"precision_plugin={plugin!r} is no plugin. Leave it out, and choose in Trainer(precision='bf16-mixed').")
     if type(plugin) is MixedPrecision and plugin.precision == "bf16-mixed":
         return MegaTrainMixedPrecision()
     if type(plugin) is HalfPrecision and plugin.precision == "bf16-true":
