@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from lightning_megatrain.engine.passes import current_pass
 from lightning_megatrain.language_model import CausalLM
-from lightning_megatrain.language_model.hugging_face_models import import_class, load_config
+from lightning_megatrain.language_model.hugging_face_models import as_mapping, import_class, load_config
 from lightning_megatrain.strategy import MegaTrainStrategy
 
 STEPS = 2
@@ -181,7 +181,7 @@ def _shrink(model: Any) -> None:
     arguments = model.get("init_args") or model
     described = arguments.get("model")
     if isinstance(described, str) and issubclass(import_class(model.get("class_path") or "builtins.object"), CausalLM):
-        described = load_config(described, arguments.get("revision")).to_diff_dict()
+        described = as_mapping(load_config(described, arguments.get("revision")))
     if isinstance(described, dict) and _shrink_layers(described):
         arguments["model"] = described
 

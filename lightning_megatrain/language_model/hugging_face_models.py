@@ -45,6 +45,12 @@ def load_config(model: str | dict[str, Any], revision: str | None = None) -> Pre
     return config
 
 
+def as_mapping(config: PretrainedConfig) -> dict[str, Any]:
+    """Return a config as what `load_config` takes for one: without what others wrote into its file, which transformers hands on."""
+    known = type(config)()
+    return {key: value for key, value in config.to_diff_dict().items() if key == "model_type" or hasattr(known, key)}
+
+
 def build_model(
     model: str | dict[str, Any],
     config: PretrainedConfig,

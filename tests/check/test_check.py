@@ -95,7 +95,7 @@ def test_a_pretrained_model_is_shrunk_by_its_config_and_its_weights_are_not_read
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Plain training of the whole may not fit on the device, which is why someone asks. Its config lists the kind of each layer."""
-    config = AutoConfig.for_model("qwen3", max_position_embeddings=32, num_key_value_heads=2, head_dim=8, **SIZES)
+    config = AutoConfig.for_model("qwen3", max_position_embeddings=32, num_key_value_heads=2, head_dim=8, written_by="somebody", **SIZES)
     assert len(config.layer_types) == 12
     config.save_pretrained(tmp_path / "model")
     main(["-c", language_model(tmp_path, str(tmp_path / "model"))])
