@@ -141,8 +141,8 @@ class CausalLM(L.LightningModule):
         """Logits (B, T, V) of a batch; its labels are not looked at."""
         return self._run(batch).logits
 
-    def token_losses(self, batch: Batch) -> torch.Tensor:
-        """Loss of each label token, (B, T - 1) FP32, zero where the label is `-100`."""
+    def compute_token_losses(self, batch: Batch) -> torch.Tensor:
+        """Loss of each label token, (B, T - 1) FP32, zero where the label is `-100`; `model_ops` asks for it, too."""
         return self._run_to_losses(batch)[1]
 
     @override
@@ -240,7 +240,7 @@ class CausalLM(L.LightningModule):
     @override
     def predict_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> dict[str, torch.Tensor]:
         """Score a batch: the loss sum (B,) FP32 and the label tokens (B,) int64 of each row."""
-        return {"loss": self.token_losses(batch).sum(1), "tokens": (batch["labels"][:, 1:] != IGNORED).sum(1)}
+        return {"loss": self.compute_token_losses(batch).sum(1), "tokens": (batch["labels"][:, 1:] != IGNORED).sum(1)}
 
     def generate(self, prompt: str, tokenizer: PreTrainedTokenizerBase, max_new_tokens: int = 100, seed: int = 0, **options: Any) -> str:
         """Continue a text, after training or between two steps. The global random state is left as it was.
@@ -302,7 +302,7 @@ class CausalLM(L.LightningModule):
 
     def _evaluate(self, batch: Batch, dataloader_idx: int) -> None:
         self._check_packing(batch)
-        self._evaluation.add(dataloader_idx, self.token_losses(batch), batch["labels"][:, 1:] != IGNORED)
+        self._evaluation.add(dataloader_idx, self.compute_token_losses(batch), batch["labels"][:, 1:] != IGNORED)
 
     def _rate(self, step: int) -> float:
         # The number of steps is asked for only while training: before, it would build the loaders early, and Lightning would lose their

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lightning_megatrain.model_ops.context import device_of, on_device, precision_of, step_of, through_wrapper
+from lightning_megatrain.model_ops.context import batch_size_of, device_of, on_device, precision_of, step_of, through_wrapper
 from lightning_megatrain.model_ops.hugging_face import base_of, find_model, forward_arguments
 from lightning_megatrain.model_ops.trace import leave_no_trace
 
@@ -78,20 +78,31 @@ def _last_hidden_states(model: nn.Module, batch: Any) -> Tensor:
     if backbone is base:
         return _hidden(model(**forward_arguments(model, batch)))
     seen: list[Any] = []
-    handle = backbone.register_forward_hook(lambda _module, _args, output: seen.append(output))
+    handles = [backbone.register_forward_hook(lambda _module, _args, output: seen.append(output))]
+    if (head := base.get_output_embeddings()) is not None:
+        handles.append(head.register_forward_pre_hook(_one_token))
     try:
-        arguments = forward_arguments(model, batch, logits_to_keep=1)
-        if base.config.is_encoder_decoder and "decoder_input_ids" not in arguments:
-            arguments["decoder_input_ids"] = arguments["input_ids"][:, :1]  # the decoder must be given something; nothing of it is used
+        if base.config.is_encoder_decoder:  # its decoder must be given something; nothing of it is used
+            arguments = forward_arguments(model, {k: batch[k] for k in batch if k != "labels" and not k.startswith("decoder_")})
+            device = next(value.device for value in arguments.values() if isinstance(value, Tensor))
+            arguments["decoder_input_ids"] = torch.zeros(batch_size_of(batch), 1, dtype=torch.long, device=device)
+        else:
+            arguments = forward_arguments(model, batch)
         model(**arguments)
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()
     if not seen:
         raise NotImplementedError(
             f"{type(base).__name__} never called its {type(backbone).__name__}, so its hidden states were not seen. Define "
             "`compute_embeddings(self, batch)`."
         )
     return _hidden(seen[0])
+
+
+def _one_token(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Leaves the head one token of each row, so that logits of all tokens never exist."""
+    return (args[0][:, :1], *args[1:]) if args and args[0].dim() == 3 else args
 
 
 def _hidden(output: Any) -> Tensor:

@@ -6,10 +6,12 @@ Shapes: B samples, T tokens.
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_megatrain.model_ops.context import batch_size_of, device_of, on_device, precision_of, step_of, through_wrapper
 from lightning_megatrain.model_ops.hugging_face import (
+    IGNORED,
     base_of,
     classification_losses,
     find_model,
@@ -26,7 +28,8 @@ def sample_losses(module: nn.Module, batch: Any) -> Tensor:
 
     For a Hugging Face model it is the mean cross-entropy over the sample's own tokens (zero if none counts), so a batch of one gives the
     model's own loss. A module of another kind defines `compute_sample_losses(self, batch) -> (B,)`, which is also asked first where it
-    exists.
+    exists. One that has the loss of each next token without making logits of all of them, as `CausalLM` has with `loss_slice`, defines
+    `compute_token_losses(self, batch) -> (B, T - 1)`, zero where the label is `-100`; it is asked next.
 
     Args:
         module: a LightningModule (inside a Trainer: its device, precision and strategy are used) or any `nn.Module`.
@@ -38,32 +41,43 @@ def sample_losses(module: nn.Module, batch: Any) -> Tensor:
     Raises:
         TypeError: when the module neither holds a Hugging Face model nor defines the hook.
     """
+
+    def call(b: Any) -> Tensor:
+        with precision_of(module):
+            if hasattr(module, "compute_sample_losses") or not hasattr(module, "compute_token_losses"):
+                return compute_sample_losses(module, b)
+            losses_BT, valid_BT = _token_losses_of_hook(module, b)
+        return losses_BT.sum(1) / valid_BT.sum(1).clamp(min=1)
+
     with torch.no_grad(), leave_no_trace(module), step_of(module):
-        return through_wrapper(module, lambda b: _within_precision(module, b), on_device(batch, device_of(module)))
+        return through_wrapper(module, call, on_device(batch, device_of(module)))
 
 
 def token_losses(module: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
     """Returns the loss of each token, and which tokens count, from one batched forward in evaluation mode that leaves no trace.
 
     Args:
-        module: as in `sample_losses`, holding a Hugging Face model that predicts tokens.
+        module: as in `sample_losses`, defining `compute_token_losses` or holding a Hugging Face model that predicts tokens.
         batch: as in `sample_losses`.
 
     Returns:
         Losses (B, T), FP32, zero where a token does not count, and validity (B, T), both at the places of the labels.
 
     Raises:
-        TypeError: when the module holds no Hugging Face model.
+        TypeError: when the module neither defines the hook nor holds a Hugging Face model.
         NotImplementedError: when its model does not predict tokens.
     """
-    model = find_model(module)
-    if model is None:
+    hook = hasattr(module, "compute_token_losses")
+    model = None if hook else find_model(module)
+    if model is None and not hook:
         raise TypeError(f"{type(module).__name__} holds no Hugging Face model, so its losses cannot be told apart by token.")
-    if task_of(model) == "classification":
+    if model is not None and task_of(model) == "classification":
         raise NotImplementedError(f"{type(base_of(model)).__name__} has one loss per sample, not one per token: use `sample_losses`.")
 
     def call(b: Any) -> tuple[Tensor, Tensor]:
         with precision_of(module):
+            if model is None:
+                return _token_losses_of_hook(module, b)
             logits_BTV = model(**forward_arguments(model, b)).logits
         return token_losses_from_logits(logits_BTV, labels_of(b), shift=task_of(model) == "next_token")
 
@@ -98,9 +112,18 @@ def compute_sample_losses(module: nn.Module, batch: Any) -> Tensor:
     return losses_BT.sum(1) / valid_BT.sum(1).clamp(min=1)
 
 
-def _within_precision(module: nn.Module, batch: Any) -> Tensor:
-    with precision_of(module):
-        return compute_sample_losses(module, batch)
+def _token_losses_of_hook(module: Any, batch: Any) -> tuple[Tensor, Tensor]:
+    """Returns the losses (B, T) and validity (B, T) that `compute_token_losses` gives, at the places of the labels."""
+    losses_BT, labels_BT = module.compute_token_losses(batch), labels_of(batch)
+    if not isinstance(losses_BT, Tensor) or losses_BT.shape != labels_BT[:, 1:].shape:
+        got = f"a tensor of shape {tuple(losses_BT.shape)}" if isinstance(losses_BT, Tensor) else f"a {type(losses_BT).__name__}"
+        raise ValueError(
+            f"{type(module).__name__}.compute_token_losses returned {got} for labels of shape {tuple(labels_BT.shape)}; return the loss of "
+            f"each next token, shape {tuple(labels_BT[:, 1:].shape)}."
+        )
+    valid_BT = labels_BT != IGNORED
+    valid_BT[:, 0] = False  # no token predicts the first
+    return F.pad(losses_BT.to(torch.promote_types(losses_BT.dtype, torch.float32)), (1, 0)), valid_BT
 
 
 def _check_shape(module: nn.Module, losses: Any, batch: Any) -> None:

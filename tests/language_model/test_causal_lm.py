@@ -107,7 +107,7 @@ def test_the_gradient_is_that_of_the_mean_over_all_label_tokens():
     rows = make_rows(LENGTHS[:8])
     watch, _ = fit(rows, 2, 4)
     module = make_model(**SGD)
-    losses = torch.cat([module.token_losses(pad_batch([row])).flatten() for row in rows])
+    losses = torch.cat([module.compute_token_losses(pad_batch([row])).flatten() for row in rows])
     losses.mean().backward()  # rows alone have no padding, so every entry is a label token
     for name, parameter in module.named_parameters():
         torch.testing.assert_close(watch.gradients[0][name], parameter.grad, rtol=0, atol=1e-6)
@@ -165,7 +165,7 @@ def test_a_micro_batch_without_labels_changes_nothing_in_its_window():
 def test_validation_weighs_tokens_over_the_whole_epoch_and_each_domain():
     rows = make_rows(LENGTHS)
     module = make_model()
-    losses = [module.token_losses(pad_batch([row])).detach().flatten() for row in rows]
+    losses = [module.compute_token_losses(pad_batch([row])).detach().flatten() for row in rows]
 
     class Data(L.LightningDataModule):
         domain_names = ("short", "long")
@@ -192,7 +192,7 @@ def test_prediction_scores_each_row():
     (scores,) = make_trainer().predict(module, loader(rows, 2))
     assert scores["tokens"].tolist() == [3, 8]
     for row, loss in zip(rows, scores["loss"], strict=True):
-        assert loss.item() == pytest.approx(module.token_losses(pad_batch([row])).sum().item(), rel=1e-5)
+        assert loss.item() == pytest.approx(module.compute_token_losses(pad_batch([row])).sum().item(), rel=1e-5)
 
 
 def test_the_loss_is_the_one_transformers_computes():

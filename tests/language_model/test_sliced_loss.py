@@ -53,7 +53,7 @@ def losses_and_gradients(model, tokens, batch, precision=torch.float32):
     """Token losses and gradients; the sums weight tokens unequally, as policies do."""
     module = make_model(model, loss_slice=tokens)
     with torch.autocast("cpu", torch.bfloat16, enabled=precision is torch.bfloat16):
-        losses = module.token_losses(batch)
+        losses = module.compute_token_losses(batch)
     (losses * torch.linspace(0.5, 1.5, losses.numel()).view_as(losses)).mean().backward()
     return losses.detach(), {name: p.grad for name, p in module.named_parameters()}
 
@@ -74,7 +74,7 @@ def test_sliced_equals_whole(family, tokens):
 @pytest.mark.parametrize("family", ["llama", "gemma2", "phi"])
 def test_a_single_slice_equals_the_whole_bit_for_bit(family):
     module, batch = make_model(FAMILIES[family], loss_slice=None), batch_of()
-    whole = module.token_losses(batch)
+    whole = module.compute_token_losses(batch)
     whole.sum().backward()
     expected = {name: p.grad.clone() for name, p in module.named_parameters()}
     module.zero_grad()
@@ -104,9 +104,9 @@ def test_a_batch_that_fits_a_slice_runs_whole(monkeypatch):
 
     monkeypatch.setattr("lightning_megatrain.language_model.sliced_loss.sliced_losses", never)
     batch = batch_of()
-    make_model(LLAMA, loss_slice=batch["labels"].numel()).token_losses(batch)
+    make_model(LLAMA, loss_slice=batch["labels"].numel()).compute_token_losses(batch)
     with pytest.raises(AssertionError, match="sliced"):
-        make_model(LLAMA, loss_slice=batch["labels"].numel() - 1).token_losses(batch)
+        make_model(LLAMA, loss_slice=batch["labels"].numel() - 1).compute_token_losses(batch)
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
@@ -177,7 +177,7 @@ def test_policies_weigh_the_sliced_loss():
     module = make_model()
     batch = torch.utils.data.default_collate([_Rows()[index] for index in range(8)])
     weight = torch.linspace(0.1, 2, 8)[:, None]
-    loss = (weight * module.token_losses(batch)).sum() / (weight * (batch["labels"][:, 1:] != IGNORED)).sum()
+    loss = (weight * module.compute_token_losses(batch)).sum() / (weight * (batch["labels"][:, 1:] != IGNORED)).sum()
     for sliced, whole, wanted in zip(*seen, torch.autograd.grad(loss, list(module.parameters())), strict=True):
         torch.testing.assert_close(sliced, whole, rtol=0, atol=1e-6)
         torch.testing.assert_close(sliced, wanted, rtol=1e-4, atol=1e-6)  # FP32 sums in another order, through two layers
@@ -201,12 +201,12 @@ def test_what_cannot_be_sliced_runs_whole_and_is_named(break_model, reason):
     module, batch = make_model(loss_slice=5), batch_of()
     break_model(module.model)
     with pytest.warns(UserWarning, match=f"LlamaForCausalLM makes logits of all 39 tokens at once, in spite of loss_slice=5: .*{reason}"):
-        losses = module.token_losses(batch)
+        losses = module.compute_token_losses(batch)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)  # said once
-        assert torch.equal(module.token_losses(batch), losses)
+        assert torch.equal(module.compute_token_losses(batch), losses)
     module._loss_slices = LossSlices(None)
-    assert torch.equal(module.token_losses(batch), losses)
+    assert torch.equal(module.compute_token_losses(batch), losses)
 
 
 def _double_logits(_, args, output):
@@ -234,7 +234,7 @@ def test_under_a_strategy_that_shards_weights_logits_are_whole():
 
 
 def test_a_double_backward_is_refused():
-    losses = make_model(loss_slice=5).token_losses(batch_of())
+    losses = make_model(loss_slice=5).compute_token_losses(batch_of())
     with pytest.raises(RuntimeError, match="Set loss_slice=None"):
         losses.sum().backward(create_graph=True)
 
@@ -281,9 +281,9 @@ def test_two_processes_train_as_one():
 def test_the_head_runs_once_more():
     def flops(tokens):
         module, batch = make_model(loss_slice=tokens), batch_of()
-        module.token_losses(batch)  # checked
+        module.compute_token_losses(batch)  # checked
         with FlopCounterMode(display=False) as counter:
-            module.token_losses(batch).sum().backward()
+            module.compute_token_losses(batch).sum().backward()
         return counter.get_total_flops()
 
     head = 2 * 32 * 300  # of one token

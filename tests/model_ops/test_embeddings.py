@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import BertConfig, BertForMaskedLM
 
 from lightning_megatrain.model_ops import embed, pool
 from tests.model_ops.subjects import MLP, Lit, bert, gpt2, llama, mlp_batch, t5, text_batch
@@ -41,8 +42,14 @@ def last_hidden(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         return model.eval()(**arguments, output_hidden_states=True).hidden_states[-1]
 
 
+def bert_lm() -> nn.Module:
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    return BertForMaskedLM(BertConfig(vocab_size=128, **sizes))
+
+
 @pytest.mark.parametrize(
-    ("model", "batch"), [(llama(), text_batch()), (gpt2(), text_batch()), (bert(), text_batch(classes=3)), (t5(), text_batch())]
+    ("model", "batch"),
+    [(llama(), text_batch()), (gpt2(), text_batch()), (bert(), text_batch(classes=3)), (bert_lm(), text_batch()), (t5(), text_batch())],
 )
 def test_embeddings_are_pooled_last_hidden_states(model: nn.Module, batch: dict[str, Tensor]) -> None:
     for pooling in ("mean", "last_token", "position_weighted"):
@@ -62,11 +69,17 @@ def test_padding_on_either_side_gives_the_same_embedding(pooling: Any) -> None:
     torch.testing.assert_close(embed(model, left, pooling), right, rtol=1e-5, atol=1e-6)
 
 
-def test_the_head_runs_for_one_token_only() -> None:
-    model, shapes = llama(), []
-    model.lm_head.register_forward_hook(lambda m, args, out: shapes.append(out.shape[1]))  # type: ignore[union-attr]
-    embed(model, text_batch())
-    assert shapes == [1]
+@pytest.mark.parametrize(
+    ("model", "batch"), [(llama(), text_batch()), (gpt2(), text_batch()), (bert_lm(), text_batch()), (t5(), text_batch())]
+)
+def test_the_head_runs_for_one_token_only(model: nn.Module, batch: dict[str, Tensor]) -> None:
+    head, shapes = model.get_output_embeddings(), []  # type: ignore[operator]
+    head.register_forward_hook(lambda m, args, out: shapes.append(out.shape[1]))
+    embed(model, batch)
+    embed(model, {**batch, "labels": batch["labels"].repeat(1, 2)})
+    assert shapes == [1, 1]
+    model(**batch)
+    assert shapes[-1] == batch["labels"].shape[1], "the hook is gone"
 
 
 def test_a_module_of_another_kind_answers_by_its_hook_or_says_what_to_define() -> None:
