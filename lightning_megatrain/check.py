@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from lightning_megatrain.engine.passes import current_pass
 from lightning_megatrain.language_model import CausalLM
-from lightning_megatrain.language_model.hugging_face_models import as_mapping, import_class, load_config
+from lightning_megatrain.language_model.hugging_face_models import LAYER_COUNTS, as_mapping, import_class, load_config, with_fields
 from lightning_megatrain.strategy import MegaTrainStrategy
 
 STEPS = 2
@@ -182,22 +182,12 @@ def _shrink(model: Any) -> None:
     described = arguments.get("model")
     if isinstance(described, str) and issubclass(import_class(model.get("class_path") or "builtins.object"), CausalLM):
         described = as_mapping(load_config(described, arguments.get("revision")))
-    if isinstance(described, dict) and _shrink_layers(described):
-        arguments["model"] = described
-
-
-def _shrink_layers(fields: dict[str, Any]) -> bool:
-    """Whether a model's config had more layers than `LAYERS_WHEN_SHRUNK`; it is left as many."""
-    for key in ("num_hidden_layers", "n_layer", "num_layers"):
-        layers = fields.get(key)
+    for key in LAYER_COUNTS if isinstance(described, dict) else ():
+        layers = described.get(key)
         if isinstance(layers, int) and layers > LAYERS_WHEN_SHRUNK:
             print(f"The model is shrunk from {key}={layers} to {LAYERS_WHEN_SHRUNK}, with random weights.")
-            fields[key] = LAYERS_WHEN_SHRUNK
-            for name, value in fields.items():  # what each layer is, such as `layer_types`
-                if isinstance(value, list) and len(value) == layers:
-                    fields[name] = value[:LAYERS_WHEN_SHRUNK]
-            return True
-    return False
+            arguments["model"] = with_fields(described, {key: LAYERS_WHEN_SHRUNK})
+            return
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -6,8 +6,14 @@ import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+import yaml
+from typing_extensions import override
 
 from lightning_megatrain.callbacks import DoReMi
+from lightning_megatrain.language_model import CausalLM
+from lightning_megatrain.language_model.hugging_face_models import as_mapping, import_class, load_config, with_fields
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -26,10 +32,16 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument(
         "--proxy", action="append", default=[], help="config on top of it for reference and proxy: a smaller model, fewer steps"
     )
+    parser.add_argument(
+        "--proxy.FIELD",
+        action="store_true",
+        help="a field of their model's config: --proxy.num_hidden_layers 4",
+    )
     parser.add_argument("--output", type=Path, default=Path("doremi_run"), help="folder for the results (default: %(default)s)")
     parser.add_argument("--step-size", type=float, default=1.0, help="eta (default: %(default)s)")
     parser.add_argument("--smoothing", type=float, default=1e-3, help="c (default: %(default)s)")
-    options = parser.parse_args(arguments)
+    options, others = parser.parse_known_args(arguments)
+    smaller = _fields(parser, others)
     reference, shares, final = (options.output / name for name in ("reference.ckpt", "shares.json", "final.ckpt"))
     options.output.mkdir(parents=True, exist_ok=True)
 
@@ -37,7 +49,14 @@ def main(arguments: Sequence[str]) -> None:
         print(f"\nDoReMi: {stage}", flush=True)
         configs = [*options.config, *(options.proxy if proxy else [])]
         where = f"--trainer.default_root_dir={options.output / stage}"
-        return MegaTrainCLI(args=["fit", *(part for config in configs for part in ("-c", config)), where, *callback])
+
+        class Stage(MegaTrainCLI):
+            @override
+            def before_instantiate_classes(self) -> None:
+                if proxy and smaller:
+                    _change(self.config["fit"]["model"], smaller)
+
+        return Stage(args=["fit", *(part for config in configs for part in ("-c", config)), where, *callback])
 
     if not reference.exists():
         fit("reference", True).trainer.save_checkpoint(reference, weights_only=True)
@@ -59,3 +78,27 @@ def main(arguments: Sequence[str]) -> None:
         fit("final", False, "--trainer.callbacks+=StaticMixture", f"--trainer.callbacks.proportions={shares}").trainer.save_checkpoint(
             final
         )
+
+
+def _fields(parser: argparse.ArgumentParser, arguments: list[str]) -> dict[str, Any]:
+    """Read `--proxy.FIELD VALUE` and `--proxy.FIELD=VALUE`."""
+    parts = [part for argument in arguments for part in (argument.split("=", 1) if argument.startswith("--") else [argument])]
+    names, values = parts[::2], parts[1::2]
+    unknown = [name for name in names if not name.startswith("--proxy.")]
+    if unknown or len(names) != len(values):
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}" if unknown else f"{names[-1]} needs a value")
+    return {name.removeprefix("--proxy."): yaml.safe_load(value) for name, value in zip(names, values, strict=True)}
+
+
+def _change(model: Any, fields: dict[str, Any]) -> None:
+    """Put other fields into the model's config, whose weights are then random."""
+    arguments = model.get("init_args") or {}
+    described = arguments.get("model")
+    if not isinstance(described, str | dict) or not issubclass(import_class(model["class_path"]), CausalLM):
+        raise ValueError(
+            f"--proxy.{next(iter(fields))} changes the config of a CausalLM, but the model is {model.get('class_path')}: give "
+            "`--proxy config.yaml` with a smaller one."
+        )
+    if isinstance(described, str):
+        described = as_mapping(load_config(described, arguments.get("revision")))
+    arguments["model"] = with_fields(described, fields)

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+LAYER_COUNTS = ("num_hidden_layers", "n_layer", "num_layers")
+
 
 def load_config(model: str | dict[str, Any], revision: str | None = None) -> PretrainedConfig:
     """Find a model's config without its weights.
@@ -49,6 +51,17 @@ def as_mapping(config: PretrainedConfig) -> dict[str, Any]:
     """Return a config as what `load_config` takes for one: without what others wrote into its file, which transformers hands on."""
     known = type(config)()
     return {key: value for key, value in config.to_diff_dict().items() if key == "model_type" or hasattr(known, key)}
+
+
+def with_fields(described: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the description of a model with some fields changed; with fewer layers, what it lists for each layer is cut too."""
+    changed = {**described, **fields}
+    for key in LAYER_COUNTS:
+        before, after = described.get(key), fields.get(key)
+        if isinstance(before, int) and isinstance(after, int) and after < before:
+            cut = {name: value[:after] for name, value in described.items() if isinstance(value, list) and len(value) == before}
+            changed = {**changed, **cut, **fields}
+    return changed
 
 
 def build_model(
