@@ -39,7 +39,9 @@ class DynamicLoader:
         batch_size: Samples per batch and rank.
         domain: Where a map-style dataset has its domains: a column, or a function of the sample.
         proportions: Share of each domain from the start. Default: none, all samples are alike (streams: equal shares).
-        shuffle: ``False`` keeps the samples' own order. Streams always do.
+        shuffle: ``False`` keeps the samples' own order. Streams always do, unless they have a ``shuffle_buffer``.
+        shuffle_buffer: Samples of each stream that are held in memory, by each process that reads it, and drawn from at random, in
+            another order in each pass. That many are read before the first batch. 0: a stream keeps its order.
         seed: Seeds every permutation.
         steps_per_epoch: Length of an epoch in batches. Needed for streams; else one pass over the data. When it is given, an epoch
             goes on where the last one ended.
@@ -70,6 +72,7 @@ class DynamicLoader:
         domain: DomainOf | None = None,
         proportions: Mapping[str, float] | None = None,
         shuffle: bool = True,
+        shuffle_buffer: int = 0,
         seed: int = 0,
         steps_per_epoch: int | None = None,
         window: int = 1024,
@@ -92,7 +95,7 @@ class DynamicLoader:
         self._window, self._shuffle, self._first_proportions = window, shuffle, proportions
         self._rank, self._world_size = rank, world_size
         self._own_order: SamplerOrder | None = None
-        self.data = TrainingData(dataset, domain)
+        self.data = TrainingData(dataset, domain, shuffle_buffer, seed)
         if self.data.streams and steps_per_epoch is None:
             raise ValueError("A stream has no length: give `steps_per_epoch=`, the number of batches to call an epoch.")
         self._feed = Feed(self)

@@ -15,6 +15,7 @@ from typing_extensions import override
 from lightning_megatrain.datamodules.documents import DocumentSource, document_hash
 from lightning_megatrain.datamodules.dynamic_loader import DynamicLoader
 from lightning_megatrain.datamodules.packing import PackedBlocks, PaddedDocuments, keeps_documents_apart, pad_batch
+from lightning_megatrain.datamodules.shares import name_seed
 from lightning_megatrain.datamodules.text_domains import Domain, as_domains
 from lightning_megatrain.datamodules.text_streams import TextStream, check_streams, join, read_validation
 from lightning_megatrain.datamodules.token_cache import SPLITS, TokenizedDocuments, cache_key, default_cache_dir, open_split, tokenize
@@ -41,7 +42,7 @@ class MixtureDataModule(L.LightningDataModule):
         test_fraction: Share kept for `trainer.test`.
         cache_dir: Where tokens are kept, under a hash of contents, tokenizer and split. None: the user's cache folder.
         num_workers: Loader processes. Rows are read from a memory map, so 0 is usually enough; streamed domains are tokenised here.
-        seed: Where the order of rows comes from.
+        seed: Where the order of rows, and of documents in a `shuffle_buffer`, comes from.
         steps_per_epoch: Batches in an epoch. None: one pass over all rows. Needed where a domain is streamed.
 
     Raises:
@@ -138,7 +139,15 @@ class MixtureDataModule(L.LightningDataModule):
                 texts = read_validation(name, domain)
                 held_out = frozenset(map(document_hash, texts))
                 pad_id = self.pad_id if packed else None
-                rows["train"][name] = TextStream(DocumentSource(name, domain), self.tokenizer, self.block_size, pad_id, held_out)
+                rows["train"][name] = TextStream(
+                    DocumentSource(name, domain),
+                    self.tokenizer,
+                    self.block_size,
+                    pad_id,
+                    held_out,
+                    domain.shuffle_buffer,
+                    seed=[self.seed, name_seed(name)],
+                )
                 rows["val"][name] = self._rows(join(encode(self.tokenizer, texts) if texts else []), packed)
                 continue
             for split in SPLITS:

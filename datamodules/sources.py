@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.utils.data import Dataset, IterableDataset
 
+from lightning_megatrain.datamodules.shares import name_seed
 from lightning_megatrain.datamodules.streams import OrdinalReader, part_of
 
 
@@ -41,11 +42,14 @@ class Sources(Dataset[Any]):
     Args:
         sources: Datasets by name.
         sizes: Their numbers of samples, None for a stream.
+        shuffle_buffer: Samples of a stream to draw from at random; 0 keeps its order.
+        seed: Of the draws.
 
     A sample's key is its index in the concatenation, or (number of the dataset, index or ordinal, parts) where there are streams.
     """
 
-    def __init__(self, sources: Mapping[str, Any], sizes: Mapping[str, int | None]) -> None:
+    def __init__(self, sources: Mapping[str, Any], sizes: Mapping[str, int | None], shuffle_buffer: int = 0, seed: int = 0) -> None:
+        self._shuffle_buffer, self._seeds = shuffle_buffer, [[seed, name_seed(name)] for name in sources]
         self._sources = list(sources.values())
         self._sizes = list(sizes.values())
         self._offsets = list(accumulate((s or 0 for s in self._sizes), initial=0))
@@ -64,7 +68,8 @@ class Sources(Dataset[Any]):
             return self._sources[source][place - self._offsets[source]]
         which = (source, place % parts, parts)
         if which not in self._readers:
-            self._readers[which] = OrdinalReader(part_of(self._sources[source], place % parts, parts), self.keep)
+            part, seed = part_of(self._sources[source], place % parts, parts), [*self._seeds[source], place % parts]
+            self._readers[which] = OrdinalReader(part, self.keep, self._shuffle_buffer, seed)
         return self._readers[which][place // parts]
 
     def __getstate__(self) -> dict[str, Any]:

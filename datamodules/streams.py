@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
 from torch.utils.data._utils import worker
+
+T = TypeVar("T")
 
 
 def count_parts(stream: Any, readers: int) -> int:
@@ -26,6 +29,20 @@ def part_of(stream: Any, part: int, parts: int) -> Any:
     return stream if parts == 1 else stream.shard(num_shards=parts, index=part)
 
 
+def shuffled(samples: Iterable[T], buffer: int, seed: Sequence[int]) -> Iterator[T]:
+    """Yield the samples, each drawn at random among ``buffer`` (at least 1) that are held in memory; the order is the seed's."""
+    random, held = np.random.default_rng(seed), list[T]()
+    for sample in samples:
+        if len(held) < buffer:
+            held.append(sample)
+        else:
+            place = int(random.integers(buffer))
+            drawn, held[place] = held[place], sample
+            yield drawn
+    random.shuffle(held)  # type: ignore[arg-type]
+    yield from held
+
+
 class OrdinalReader:
     """Reads an iterable dataset, or a part of one, by ordinal, over and over when it ends.
 
@@ -35,11 +52,13 @@ class OrdinalReader:
     Args:
         stream: Any iterable that gives the same samples each time it is iterated. If it has ``set_epoch`` it is told the
             number of the pass, so a shuffled Hugging Face stream has another order in each pass.
+        shuffle_buffer: Samples to draw from at random, anew in each pass; 0 keeps their order.
+        seed: Of the draws.
         keep: How many of the last samples stay in memory, for batches that are planned anew after a decision.
     """
 
-    def __init__(self, stream: Iterable[Any], keep: int) -> None:
-        self._stream = stream
+    def __init__(self, stream: Iterable[Any], keep: int, shuffle_buffer: int = 0, seed: Sequence[int] = ()) -> None:
+        self._stream, self._shuffle_buffer, self._seed = stream, shuffle_buffer, list(seed)
         self._recent: deque[Any] = deque(maxlen=max(keep, 1))
         self._iterator: Iterator[Any] | None = None
         self._next = 0  # ordinal of the sample that the iterator gives next
@@ -62,7 +81,8 @@ class OrdinalReader:
             if hasattr(self._stream, "set_epoch"):
                 self._stream.set_epoch(passes)
             empty = True
-            for sample in self._stream:
+            samples = iter(self._stream)
+            for sample in shuffled(samples, self._shuffle_buffer, [*self._seed, passes]) if self._shuffle_buffer else samples:
                 empty = False
                 yield sample
             if empty:

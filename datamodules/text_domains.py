@@ -24,10 +24,12 @@ class Domain:
         field: The field, column or feature that holds the text.
         proportion: This domain's weight in the mixture, relative to the others'. None in every domain: each weighs as
             many blocks as it has, or the same as the others where one is streamed.
-        streamed: Read, tokenise and pack the documents while the model trains, in their own order and over again when they end. Nothing
-            is kept on disk; a hub data set is not downloaded (`streaming=True`). A resumed run reads up to its place again.
-            Needs `steps_per_epoch` of the data module, and takes its validation documents from the next three, not from
-            `val_fraction`. They are held in memory, and the same texts are left out of training.
+        streamed: Read, tokenise and pack the documents while the model trains, in their own order (or out of a `shuffle_buffer`) and over
+            again when they end. Nothing is kept on disk; a hub data set is not downloaded (`streaming=True`). A resumed run reads up to
+            its place again. Needs `steps_per_epoch` of the data module, and takes its validation documents from `val_documents`,
+            `val_files` or `val_split`, not from `val_fraction`. They are held in memory, and the same texts are left out of training.
+        shuffle_buffer: Of a streamed domain: documents that each process which reads it holds in memory (as text) and draws from at
+            random, in another order in each pass. That many are read before the first batch. 0: the documents' own order.
         val_documents: Of a streamed domain: how many documents are for validation, the first ones of `val_files` or `val_split`
             (default: all), else the first ones of the stream itself. 0: none.
         val_files: Of a streamed domain: the files of its validation documents, as in `files`.
@@ -41,6 +43,7 @@ class Domain:
     field: str = "text"
     proportion: float | None = None
     streamed: bool = False
+    shuffle_buffer: int = 0
     val_documents: int | None = None
     val_files: str | list[str] | None = None
     val_split: str | None = None
@@ -87,7 +90,7 @@ def _as_domain(name: str, domain: Domain | Mapping[str, Any]) -> Domain:
     share = domain.proportion
     if share is not None and not (math.isfinite(share) and share > 0):
         raise ValueError(f"Domain {name!r} has proportion {share}: it must be a positive number. Leave the domain out to exclude it.")
-    _check_validation(name, domain)
+    _check_streamed(name, domain)
     for source in (domain, val_domain(domain)):
         if source is not None and source.files is not None:
             find_files(name, source)
@@ -101,7 +104,11 @@ def val_domain(domain: Domain) -> Domain | None:
     return None if domain.val_split is None else dataclasses.replace(domain, split=domain.val_split)
 
 
-def _check_validation(name: str, domain: Domain) -> None:
+def _check_streamed(name: str, domain: Domain) -> None:
+    if domain.shuffle_buffer < 0:
+        raise ValueError(f"Domain {name!r} has shuffle_buffer={domain.shuffle_buffer}: it must be a number of documents, or 0 for none.")
+    if domain.shuffle_buffer and not domain.streamed:
+        raise ValueError(f"Domain {name!r} has `shuffle_buffer`, which is for a streamed domain: rows of others are shuffled as a whole.")
     for key in ("val_documents", "val_files", "val_split"):
         if getattr(domain, key) is not None and not domain.streamed:
             raise ValueError(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import copy
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 
 import numpy as np
@@ -12,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_megatrain.datamodules.documents import DocumentSource, batched, document_hash
 from lightning_megatrain.datamodules.packing import PackedBlocks, PaddedDocuments, Row
+from lightning_megatrain.datamodules.streams import shuffled
 from lightning_megatrain.datamodules.text_domains import Domain, val_domain
 from lightning_megatrain.datamodules.token_cache import TokenizedDocuments
 from lightning_megatrain.datamodules.tokenizers import encode
@@ -29,6 +31,8 @@ class TextStream(IterableDataset[Row]):
         block_size: T, tokens a row.
         pad_id: The id that fills a packed row up. None: one document a row, not packed.
         held_out: Hashes of the documents that are not to be trained on.
+        shuffle_buffer: Documents to draw from at random, anew in each pass; 0 keeps their order.
+        seed: Of the draws.
 
     Raises:
         ValueError: (when read) There is no document to train on.
@@ -41,12 +45,17 @@ class TextStream(IterableDataset[Row]):
         block_size: int,
         pad_id: int | None,
         held_out: frozenset[int] = frozenset(),
+        shuffle_buffer: int = 0,
+        seed: Sequence[int] = (),
     ) -> None:
         self.source = source
         self.tokenizer = tokenizer
         self.block_size = block_size
         self.pad_id = pad_id
         self.held_out = held_out
+        self.shuffle_buffer = shuffle_buffer
+        self._seed = list(seed)
+        self._pass = 0
 
     @property
     def num_shards(self) -> int:
@@ -55,10 +64,18 @@ class TextStream(IterableDataset[Row]):
 
     def shard(self, num_shards: int, index: int) -> TextStream:
         """One of `num_shards` parts."""
-        return TextStream(self.source.shard(num_shards, index), self.tokenizer, self.block_size, self.pad_id, self.held_out)
+        part = copy.copy(self)
+        part.source, part._seed = self.source.shard(num_shards, index), [*self._seed, index]
+        return part
+
+    def set_epoch(self, epoch: int) -> None:
+        """Say which pass over the documents comes next: each has its own order where they are shuffled."""
+        self._pass = epoch
 
     def __iter__(self) -> Iterator[Row]:
-        documents = (text for text in self.source if not self.held_out or document_hash(text) not in self.held_out)
+        documents: Iterable[str] = (text for text in self.source if not self.held_out or document_hash(text) not in self.held_out)
+        if self.shuffle_buffer:
+            documents = shuffled(documents, self.shuffle_buffer, [*self._seed, self._pass])
         encoded = (encode(self.tokenizer, texts) for texts in batched(documents))
         empty = True
         for row in self._padded(encoded) if self.pad_id is None else self._packed(encoded, self.pad_id):

@@ -19,13 +19,15 @@ class TrainingData:
     Args:
         dataset: A map-style or iterable dataset, or one per name.
         domain: Where a map-style dataset has its domains.
+        shuffle_buffer: Samples of a stream to draw from at random; 0 keeps its order.
+        seed: Of the draws.
 
     Raises:
         TypeError: A dataset is neither map-style nor iterable.
         ValueError: There is none, one is empty, or the domains cannot be taken from there.
     """
 
-    def __init__(self, dataset: Any, domain: DomainOf | None) -> None:
+    def __init__(self, dataset: Any, domain: DomainOf | None, shuffle_buffer: int = 0, seed: int = 0) -> None:
         if isinstance(dataset, Mapping) and not dataset:
             raise ValueError("There is no dataset: give at least one name and dataset.")
         if isinstance(dataset, Mapping) and domain is not None:
@@ -36,8 +38,12 @@ class TrainingData:
         self.streams = [name or "the dataset" for name, size in self._sizes.items() if size is None]
         if self.streams and domain is not None:
             raise ValueError(f"The domains of a stream must be separate streams, one per name.\n{THREE_FORMS}")
+        if shuffle_buffer < 0:
+            raise ValueError(f"`shuffle_buffer` must be a number of samples, or 0 for a stream's own order, got {shuffle_buffer}.")
+        if shuffle_buffer and not self.streams:
+            raise ValueError("`shuffle_buffer` is for streams: a map-style dataset is shuffled as a whole. Leave it out.")
         keyed = isinstance(dataset, Mapping) or bool(self.streams)
-        self.source: Any = Sources(self._named, self._sizes) if keyed else dataset
+        self.source: Any = Sources(self._named, self._sizes, shuffle_buffer, seed) if keyed else dataset
         """What the DataLoader reads."""
 
     @property

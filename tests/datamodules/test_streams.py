@@ -10,7 +10,7 @@ from torch.utils.data import IterableDataset
 
 from lightning_megatrain.callbacks import ODM, LossReweighting, LossSelection, PolicyError
 from lightning_megatrain.datamodules import DynamicLoader
-from lightning_megatrain.datamodules.streams import count_parts
+from lightning_megatrain.datamodules.streams import count_parts, shuffled
 from tests.callbacks.modules import Linear, Points, fit
 
 workers = pytest.mark.parametrize("num_workers", [0, 2])
@@ -66,6 +66,52 @@ def test_a_stream_is_read_again_when_it_ends_and_told_the_pass():
 
     loader = DynamicLoader(Told(5), 4, steps_per_epoch=3)
     assert values(loader) == [[0, 1, 2, 3], [4, 1000, 1001, 1002], [1003, 1004, 2000, 2001]]
+
+
+@pytest.mark.parametrize("buffer", [1, 2, 10, 40, 100])
+def test_a_shuffle_buffer_draws_each_sample_once_and_holds_no_more_than_it_says(buffer):
+    read = []
+
+    def numbers():
+        for number in range(40):
+            read.append(number)
+            yield number
+
+    drawn, ahead = [], []
+    for number in shuffled(numbers(), buffer, [3]):
+        drawn.append(number)
+        ahead.append(len(read) - len(drawn))
+    assert sorted(drawn) == list(range(40))
+    assert max(ahead) == min(buffer, 39)
+    assert (drawn == sorted(drawn)) == (buffer == 1)
+    assert list(shuffled(range(40), buffer, [3])) == drawn
+    assert buffer == 1 or list(shuffled(range(40), buffer, [4])) != drawn
+
+
+def test_draws_are_even_over_a_buffer_as_large_as_the_data():
+    firsts = Counter(next(shuffled(range(4), 4, [seed])) for seed in range(2000))
+    assert all(abs(count - 500) < 5 * (2000 * 0.25 * 0.75) ** 0.5 for count in firsts.values())
+
+
+@workers
+def test_a_shuffled_stream_has_another_order_in_each_pass_and_by_each_name_and_seed(num_workers):
+    def run(seed=0, name="a"):
+        loader = DynamicLoader({name: Stream(40)}, 4, steps_per_epoch=20, shuffle_buffer=16, seed=seed, num_workers=num_workers)
+        seen = sum(values(loader), [])
+        return seen[:40], seen[40:]
+
+    first, second = run()
+    assert sorted(first) == sorted(second) == list(range(40))
+    orders = [first, second, run(seed=1)[0], run(name="b")[0], list(range(40))]
+    assert len({tuple(order) for order in orders}) == 5
+    assert run() == (first, second)
+
+
+def test_a_shuffle_buffer_is_refused_where_it_means_nothing():
+    with pytest.raises(ValueError, match="a map-style dataset is shuffled as a whole"):
+        DynamicLoader(list(range(8)), 4, shuffle_buffer=4)
+    with pytest.raises(ValueError, match="or 0 for a stream's own order, got -1"):
+        DynamicLoader(Stream(8), 4, steps_per_epoch=1, shuffle_buffer=-1)
 
 
 @workers
@@ -147,7 +193,8 @@ def test_decisions_at_every_step_use_all_parts_alike():
 @workers
 @pytest.mark.parametrize("make", [Stream, lambda n, first=0: Sharded(files(n, 4, first)), lambda n, first=0: hugging_face(n, 4, first)])
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_streamed_domains_are_mixed_exactly_and_resumed_exactly(make, num_workers, world_size):
+@pytest.mark.parametrize("shuffle_buffer", [0, 30])
+def test_streamed_domains_are_mixed_exactly_and_resumed_exactly(make, num_workers, world_size, shuffle_buffer):
     def loaders():
         return [
             DynamicLoader(
@@ -155,6 +202,7 @@ def test_streamed_domains_are_mixed_exactly_and_resumed_exactly(make, num_worker
                 4,
                 proportions={"a": 0.5, "b": 0.3, "c": 0.2},
                 steps_per_epoch=50 // world_size,
+                shuffle_buffer=shuffle_buffer,
                 window=200,
                 num_workers=num_workers,
                 rank=rank,

@@ -94,9 +94,11 @@ def test_streams_keep_the_order_of_their_documents_where_no_shards_are_shared_ou
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("kind", ["files", "data set"])
-def test_domains_are_mixed_exactly_and_resumed_exactly(folder, kind, world_size, num_workers):
+@pytest.mark.parametrize("shuffle_buffer", [0, 20])
+def test_domains_are_mixed_exactly_and_resumed_exactly(folder, kind, world_size, num_workers, shuffle_buffer):
     domains = {
-        name: {**sources(folder, name)[kind], "streamed": True, "proportion": share} for name, share in zip(NAMES, (3, 1), strict=True)
+        name: {**sources(folder, name)[kind], "streamed": True, "proportion": share, "shuffle_buffer": shuffle_buffer}
+        for name, share in zip(NAMES, (3, 1), strict=True)
     }
 
     def loaders():
@@ -121,6 +123,28 @@ def test_domains_are_mixed_exactly_and_resumed_exactly(folder, kind, world_size,
         rest = [[batch["input_ids"] for batch in given] for given in zip(*resumed, strict=True)]
         assert len(rest) == 19 - n
         assert all(torch.equal(a, b) for one, other in zip(rest, batches[n + 1 :], strict=True) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_shuffle_buffer_mixes_documents_before_they_are_packed(folder, num_workers):
+    """Validation documents stay the first ones, and each pass has its own order."""
+    domain = {"files": f"{folder}/many/[01].jsonl", "streamed": True, "val_documents": 3}
+
+    def read(**more):
+        data = ready({"many": {**domain, **more}}, folder, packing="padded", block_size=512, num_workers=num_workers, steps_per_epoch=27)
+        rows = [row for batch in data.train_dataloader() for row in batch["input_ids"]]
+        return [BYTES.decode(row.tolist(), skip_special_tokens=True) for row in rows], list(data.rows["val"]["many"])
+
+    (plain, held), (mixed, still_held) = read(), read(shuffle_buffer=20)
+    assert len(plain) == 108
+    same([*held] * 4, [*still_held] * 4)
+    if num_workers == 0:
+        first, second = mixed[:57], mixed[57:]
+        assert sorted(first) == sorted(plain[:57])
+        assert first != plain[:57]
+        assert [t for t in first if t in set(second)] != second, "the next pass has another order"
+    assert set(mixed) == set(plain)
+    assert read(shuffle_buffer=20)[0] == mixed
 
 
 @pytest.mark.parametrize("kind", ["files", "parquet", "data set"])
@@ -192,6 +216,8 @@ def test_a_part_without_a_document_to_train_on_is_told(folder):
         ({"streamed": True}, {"test_fraction": 0.1}, r"`test_fraction` 0.1\) cannot be held out: set `test_fraction` to 0"),
         ({"val_documents": 3}, {}, "`val_documents`, which is for a streamed domain: set streamed=True"),
         ({"streamed": True, "val_documents": -1}, {}, "val_documents=-1"),
+        ({"shuffle_buffer": 9}, {}, "`shuffle_buffer`, which is for a streamed domain: rows of others are shuffled as a whole"),
+        ({"streamed": True, "shuffle_buffer": -1}, {}, "shuffle_buffer=-1: it must be a number of documents"),
         ({"streamed": True, "val_split": "validation"}, {}, "`val_split` names a split of `dataset`"),
     ],
 )
