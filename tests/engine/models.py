@@ -3,6 +3,9 @@
 import torch
 from torch import Tensor, nn
 
+WIDTH = 16
+INPUT = 2 * 5 * WIDTH * 4  # bytes of the hidden state that a block of `Tower` is given for `tokens()`
+
 
 class Block(nn.Module):
     """A residual block of one width."""
@@ -20,7 +23,7 @@ class Block(nn.Module):
 class Tower(nn.Module):
     """An embedding, like blocks, and a head."""
 
-    def __init__(self, layers: int = 4, width: int = 16, vocabulary: int = 12) -> None:
+    def __init__(self, layers: int = 4, width: int = WIDTH, vocabulary: int = 12) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, width)
         self.blocks = nn.ModuleList([Block(width) for _ in range(layers)])

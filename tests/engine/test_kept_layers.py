@@ -1,5 +1,6 @@
 """Layers that keep their weights on the device, and device copies that outlive a step: fewer loads, the same numbers, within the budget."""
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -15,11 +16,12 @@ LAYERS = 8
 LAYER = sum(p.nbytes for p in Tower().blocks[0].parameters())  # a multiple of 64 bytes here
 
 
-def peak_of_a_step(**options: Any) -> int:
+@cache
+def peak_of_a_step() -> int:
     """The device's own count of the most bytes held in a first step without kept layers."""
     with emulated_device():
         model = Tower(LAYERS)
-        with Engine(model, "emu", **options):
+        with Engine(model, "emu"):
             DEVICE.reset_counters()
             loss_of(model, tokens(device="emu")).backward()
             return DEVICE.peak_bytes
@@ -47,20 +49,26 @@ def train(
     return [*numbers, *(p.detach().clone() for p in model.parameters())]
 
 
+def tower(frozen: int) -> Tower:
+    torch.manual_seed(0)
+    model = Tower(LAYERS)
+    model.blocks[:frozen].requires_grad_(False)
+    return model
+
+
+@cache
+def trained_plain(frozen: int, **training: Any) -> list[Tensor]:
+    return train(None, tower(frozen), "cpu", **training)
+
+
 def both(policy: str = "lazy", frozen: int = 0, training: dict[str, Any] | None = None, **options: Any) -> tuple[Engine, bool]:
     """Trains streamed and on the CPU; returns the engine, closed, and whether every number is the same."""
-    found = []
-    for device in ("cpu", "emu"):
-        torch.manual_seed(0)
-        with emulated_device(policy):
-            model = Tower(LAYERS)
-            model.blocks[:frozen].requires_grad_(False)
-            if device == "cpu":
-                found.append(train(None, model, device, **(training or {})))
-                continue
-            with Engine(model, device, **options) as engine:
-                found.append(train(engine, model, device, **(training or {})))
-    return engine, all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    expected = trained_plain(frozen, **(training or {}))
+    with emulated_device(policy):
+        model = tower(frozen)
+        with Engine(model, "emu", **options) as engine:
+            found = train(engine, model, "emu", **(training or {}))
+    return engine, all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
 @pytest.mark.parametrize("policy", ["lazy", "eager:weights", "random:0"])

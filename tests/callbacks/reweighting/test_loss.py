@@ -1,106 +1,16 @@
-"""LossReweighting, and weights in the training loss of any module."""
-
-import math
+"""Weights in the training loss of any module."""
 
 import lightning as L
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
-from hypothesis import strategies as st
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_megatrain.callbacks import ODM, DoReMi, LossReweighting, PolicyError, ReweightingPolicy
+from lightning_megatrain.callbacks import LossReweighting
 from lightning_megatrain.callbacks.reweighting.loss import shape_of
-from lightning_megatrain.callbacks.training_losses import StepLosses
 from lightning_megatrain.model_ops import compute_sample_losses
-from tests.callbacks.modules import Linear, Llama, Points, Sentences, fit, points, sentences, third, weights
-
-LOSSES = torch.tensor([1.0, 2.0, 3.0, 4.0])
-
-
-def softmax_of(strategy, losses=LOSSES, delta=1.0, temperature=1.0):
-    return torch.softmax(shape_of(losses, losses, strategy, delta) / temperature, 0)
-
-
-@pytest.mark.parametrize(
-    ("strategy", "expected"),
-    [
-        ("linupper", [0.1193, 0.2323, 0.3242, 0.3242]),
-        ("quadratic", [0.1457, 0.3543, 0.3543, 0.1457]),
-        ("extremes", [0.3304, 0.1696, 0.1696, 0.3304]),
-        ("uniform", [0.25, 0.25, 0.25, 0.25]),
-        ("published uniform", [0.0714, 0.1391, 0.2709, 0.5276]),
-    ],
-)
-def test_weights_of_losses_1_to_4(strategy, expected):
-    """B18: the published `uniform` is a softmax of the losses; ours is uniform unless `variant="dataflex"`."""
-    h = torch.tensor([-1, -1 / 3, 1 / 3, 1])
-    by_hand = {"published uniform": h, "linupper": (h + 1).clamp(max=1)}.get(strategy)
-    if by_hand is not None:
-        torch.testing.assert_close(softmax_of(strategy), torch.softmax(by_hand, 0))
-    if strategy != "published uniform":
-        torch.testing.assert_close(softmax_of(strategy), torch.tensor(expected), rtol=0, atol=1e-4)  # four digits were written down
-
-
-@given(
-    st.lists(st.floats(0, 50), min_size=2, max_size=8),
-    st.sampled_from(["linupper", "quadratic", "extremes", "uniform", "published uniform"]),
-    st.floats(0.1, 3),
-    st.floats(0.01, 10),
-)
-def test_weights_are_on_the_simplex_whatever_the_losses_scale_and_shift(losses, strategy, delta, temperature):
-    losses = torch.tensor(losses, dtype=torch.float64)
-    w = softmax_of(strategy, losses, delta, temperature)
-    assert torch.isfinite(w).all()
-    assert abs(w.sum() - 1) < 1e-9
-    if losses.max() - losses.min() > 1e-3:
-        # h divides by the range, which loses digits when it is small beside the losses: 50 / 1e-3 of 1e-16, over a temperature of 0.01
-        torch.testing.assert_close(softmax_of(strategy, 3 * losses + 1, delta, temperature), w, rtol=1e-6, atol=1e-9)
-    order = torch.arange(len(losses) - 1, -1, -1)
-    torch.testing.assert_close(softmax_of(strategy, losses[order], delta, temperature), w[order])
-
-
-def test_equal_losses_get_equal_weights():
-    for strategy in ("linupper", "quadratic", "extremes", "published uniform"):
-        assert softmax_of(strategy, torch.full((3,), 2.5)).tolist() == pytest.approx([1 / 3] * 3)
-
-
-class Fixed(ReweightingPolicy):
-    """Weights by the sample's index."""
-
-    def __init__(self, table, **policy):
-        super().__init__(**policy)
-        self.table = torch.tensor(table)
-
-    def weigh(self, losses, batch):
-        return self.table[self.loader.last.index]
-
-
-class PerSample(Llama):
-    """Returns sums of token losses with their graph."""
-
-    def training_step(self, batch, batch_idx):
-        logits = self.model(input_ids=batch["input_ids"]).logits[:, :-1]
-        labels = batch["labels"][:, 1:]
-        losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none", ignore_index=-100).view(labels.shape)
-        tokens = (labels != -100).sum(1)
-        return {"loss": losses.sum() / tokens.sum(), "sample_losses": losses.sum(1), "sample_tokens": tokens}
-
-
-class Logits(Llama):
-    """Returns a scalar loss and logits, of a model that is not found by itself."""
-
-    def __init__(self, **kwargs):
-        super().__init__(**kwargs)
-        self.parts = torch.nn.ModuleList([torch.nn.Embedding(32, 8), torch.nn.Linear(8, 32)])
-        del self.model
-
-    def training_step(self, batch, batch_idx):
-        logits = self.parts[1](self.parts[0](batch["input_ids"]))
-        loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100)
-        return {"loss": loss, "logits": logits}
+from tests.callbacks.modules import Linear, Llama, Points, Sentences, fit, points, sentences, weights
+from tests.callbacks.reweighting.subjects import Fixed, Logits, PerSample
 
 
 def by_hand(module, table, batch):
@@ -277,44 +187,6 @@ def test_the_schedule_says_which_steps_are_weighted():
     assert [step for step, _ in policy.history] == [2, 4, 6, 8]  # told after the second, fourth, sixth and eighth step
 
 
-def test_length_normalisation_weights_tokens_else_samples():
-    losses = StepLosses(torch.tensor([[2.0, 2.0, 2.0], [4.0, 0.0, 0.0]]), torch.tensor([[1.0, 1, 1], [1, 0, 0]]))
-
-    class Trainer:
-        world_size = 1
-
-    for normalised, expected in ((True, [1.0, math.e]), (False, [1 / 3, math.e])):
-        policy = LossReweighting(length_normalised=normalised)
-        policy._trainer = Trainer
-        w = policy.weigh(losses, None)
-        # linupper: h = -1, 1 so f = 0, 1
-        torch.testing.assert_close(w / w[0] * expected[0], torch.tensor(expected))
-
-
-def test_a_batch_of_one_warns():
-    with pytest.warns(UserWarning, match="LossReweighting: a batch of one sample"):
-        fit(Llama(), sentences(batch_size=1), [LossReweighting()], max_steps=2)
-
-
-def test_a_module_that_tells_too_little_is_told_what_to_return():
-    class Scalar(Linear):
-        def training_step(self, batch, batch_idx):
-            return super().training_step(batch, batch_idx)["loss"]
-
-    with pytest.raises(PolicyError, match=r"LossReweighting failed at step 0(.|\n)*`sample_losses`(.|\n)*`logits`"):
-        fit(Scalar(), points(), [LossReweighting()])
-
-
-def test_logits_that_do_not_give_the_loss_are_refused():
-    class Odd(Logits):
-        def training_step(self, batch, batch_idx):
-            out = super().training_step(batch, batch_idx)
-            return {**out, "loss": 3 * out["loss"]}
-
-    with pytest.raises(PolicyError, match="as cross-entropy"):
-        fit(Odd(), sentences(), [LossReweighting()])
-
-
 @pytest.mark.parametrize("mean", ["tokens", "samples"])
 def test_what_the_module_adds_to_its_loss_is_kept_and_not_weighted(mean):
     """A penalty, a router's loss: the gradient is that of the weighted mean plus the addition as it is."""
@@ -360,61 +232,6 @@ def test_a_mean_over_samples_is_replaced_by_the_weighted_mean_over_tokens():
     ((weighted * F.cross_entropy(copy.layer(x), y, reduction="none")).sum() / weighted.sum()).backward()
     wanted = torch.cat([(p - copy.lr * p.grad).detach().flatten() for p in copy.parameters()])
     torch.testing.assert_close(weights(module), wanted, rtol=1e-5, atol=1e-6)  # sums in another order
-
-
-@pytest.mark.parametrize("policy", [LossReweighting, lambda: DoReMi("nowhere", domain=third)])
-def test_a_module_that_optimizes_by_hand_is_refused_by_name(policy, monkeypatch):
-    monkeypatch.setattr("lightning_megatrain.callbacks.mixture.doremi._load_reference", lambda *_: torch.nn.Linear(1, 1))
-
-    class ByHand(Linear):
-        def __init__(self):
-            super().__init__()
-            self.automatic_optimization = False
-
-    with pytest.raises(MisconfigurationException, match="weights the loss .*ByHand has automatic_optimization=False"):
-        fit(ByHand(), points(), [policy()])
-
-
-@pytest.mark.parametrize("policy", [LossReweighting, lambda: ODM(domain=third)])
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        (lambda losses: losses.mean(), r"`sample_losses` of Shaped.training_step must be \(B,\) = \(4,\).* got \(\)"),
-        (lambda losses: losses[:, None], r"must be \(B,\) = \(4,\).* got \(4, 1\)"),
-        (lambda losses: losses[:2], r"must be \(B,\) = \(4,\).* got \(2,\)"),
-        (lambda losses: losses.tolist(), r"must be a tensor \(B,\), got a list"),
-    ],
-)
-def test_sample_losses_that_are_not_one_number_a_sample_are_refused(policy, change, says):
-    class Shaped(Linear):
-        def training_step(self, batch, batch_idx):
-            given = super().training_step(batch, batch_idx)
-            return {"loss": given["loss"], "sample_losses": change(given["sample_losses"])}
-
-    policy = policy()
-    with pytest.raises(PolicyError, match=f"{policy.name} failed at step 0: {says}" if says.startswith("`") else says):
-        fit(Shaped(), points(), [policy])
-
-
-@pytest.mark.parametrize("bad", [math.inf, math.nan])
-def test_a_batch_with_a_loss_that_is_not_finite_is_not_weighted(bad):
-    class Broken(Linear):
-        def training_step(self, batch, batch_idx):
-            given = super().training_step(batch, batch_idx)
-            scale = torch.where(torch.arange(4) == 0, bad, 1.0) if batch_idx == 1 else torch.ones(4)
-            return {"loss": given["loss"], "sample_losses": given["sample_losses"] * scale}
-
-    policy = LossReweighting()
-    with pytest.warns(UserWarning, match="not finite: a batch that holds such a one is not weighted"):
-        fit(Broken(), points(), [policy])
-    ranges = [(m["weight/least"], m["weight/most"]) for _, m in policy.history]
-    assert ranges[1] == (1.0, 1.0)
-    assert all(least < 1 < most for least, most in ranges[:1] + ranges[2:])
-
-
-def test_weights_that_are_not_numbers_are_refused():
-    with pytest.raises(PolicyError, match="Fixed failed at step 0: `weigh` must return a finite"):
-        fit(Llama(), sentences(), [Fixed([math.nan] * 16)])
 
 
 def test_the_losses_seen_are_those_of_the_samples():
