@@ -19,7 +19,7 @@ test: lint
 	$(PYTEST) -m "not long"
 
 # Tests that fork a trainer have a process to themselves: autograd's threads for other devices would not survive the fork.
-FORKING := tests/callbacks/test_two_processes.py
+FORKING := tests/callbacks/test_two_processes.py tests/language_model/test_two_processes.py
 
 test-long: $(VENV)/installed-dev
 	$(BIN)/python -m pytest -m long $(FORKING)

@@ -356,34 +356,6 @@ def test_nothing_is_logged_as_an_error_in_an_ordinary_run(caplog):
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
-class _OwnRows(L.LightningDataModule):
-    """Gives each process its own rows, with unequal numbers of tokens."""
-
-    def train_dataloader(self):
-        return loader(make_rows(LENGTHS[:8])[self.trainer.global_rank :: self.trainer.world_size], 2)
-
-
-class _SaveGradients(L.Callback):
-    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
-        torch.save({name: p.grad for name, p in pl_module.named_parameters()}, f"gradients{trainer.global_rank}.pt")
-
-
-def test_the_gradient_does_not_depend_on_how_rows_are_spread_over_processes():
-    whole, _ = fit(make_rows(LENGTHS[:8]), 8, 1)
-    trainer = make_trainer(
-        strategy="ddp_spawn",
-        devices=2,
-        accumulate_grad_batches=2,
-        max_epochs=1,
-        use_distributed_sampler=False,
-        callbacks=[_SaveGradients()],
-    )
-    trainer.fit(make_model(**SGD), _OwnRows())
-    for rank in range(2):
-        for name, gradient in torch.load(f"gradients{rank}.pt").items():
-            torch.testing.assert_close(gradient, whole.gradients[0][name], rtol=0, atol=1e-6)
-
-
 @pytest.mark.parametrize("strategy", ["auto", "megatrain"])
 def test_a_text_can_be_sampled_while_and_after_training(strategy):
     texts = []

@@ -267,17 +267,6 @@ def test_on_a_device_the_largest_tensor_is_slice_times_vocabulary(precision, mon
         torch.testing.assert_close(parameter, results[1][name], rtol=0, atol=tolerance)
 
 
-def test_two_processes_train_as_one():
-    module = make_model(loss_slice=5, **SGD)
-    trainer = make_trainer(strategy="ddp_spawn", devices=2, max_epochs=1, use_distributed_sampler=True)
-    rows = make_rows([12] * 4)
-    trainer.fit(module, loader(rows, 1))
-    one = make_model(loss_slice=None, **SGD)
-    make_trainer(max_epochs=1).fit(one, loader(rows, 2))
-    for name, parameter in one.named_parameters():
-        torch.testing.assert_close(dict(module.named_parameters())[name], parameter, rtol=0, atol=1e-6)
-
-
 def test_the_head_runs_once_more():
     def flops(tokens):
         module, batch = make_model(loss_slice=tokens), batch_of()
