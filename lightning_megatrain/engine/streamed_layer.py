@@ -7,7 +7,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from lightning_megatrain.engine import hugging_face
 from lightning_megatrain.engine.accounting import Holding, storages
@@ -238,13 +238,19 @@ class _StreamedLayer(torch.autograd.Function):
         with engine.weights(layer, "backward", call.mode) as streamed:
             weights = [_leaf(weight, want) for weight, want in zip(streamed, wanted, strict=True)]
             results = call.surroundings.run(lambda: call.run_again(inputs, weights))
-            pairs = [(out, grad) for out, grad in zip(results.tensors, grad_outputs, strict=True) if grad is not None and out.requires_grad]
+            # edges, not the outputs themselves: what nobody saved is given back before backward runs
+            pairs = [
+                (get_gradient_edge(out), grad)
+                for out, grad in zip(results.tensors, grad_outputs, strict=True)
+                if grad is not None and out.requires_grad
+            ]
+            del results
             leaves = [leaf for leaf in (*inputs, *weights) if leaf.requires_grad]
             # outside of the forward's surroundings, as plain backward is: autocast would reach into it
             if pairs:
                 with reentrant_checkpoints_named(layer):
-                    torch.autograd.backward([out for out, _ in pairs], [grad for _, grad in pairs], inputs=leaves)
-            del results, pairs
+                    torch.autograd.backward([edge for edge, _ in pairs], [grad for _, grad in pairs], inputs=leaves)
+            del pairs
         call.outstanding(False)
         layer.set_mode(call.mode._replace(decided=True))  # as its weights will be sent for the next call
         arrived = [(parameter, weight.grad) for parameter, weight in zip(parameters, weights, strict=True) if weight.grad is not None]

@@ -52,9 +52,9 @@ def device_peak_bytes(
     rotary = 2 * tokens * head
     exact = tokens * (4 * config.num_attention_heads + 4 + 6 * 8)  # log-sum-exps and losses in FP32; ids, labels, positions
 
-    # In both: the first norm's output, the layer's output, its gradient, that of the hidden states between attention and MLP; queries, keys
-    # and values; what attention returned. Resident gradients (here the head's) leave when backward ends.
-    in_layer = around + 4 * hidden + 2 * query + 2 * key + rotary + weights + embedding
+    # In both: the first norm's output, the gradient of the layer's output, that of the hidden states between attention and MLP; queries,
+    # keys and values; what attention returned. Resident gradients (here the head's) leave when backward ends.
+    in_layer = around + 3 * hidden + 2 * query + 2 * key + rotary + weights + embedding
     # The hidden states between, the second norm's output; of a slice: gate, up, their product and gradients of them.
     in_mlp = (2 * hidden + 6 * min(token_slice, tokens) * inner + width * inner) * size + 4 * mlp_weights  # sums of gradients in FP32
     in_attention = (2 * query + 2 * key + mlp_weights + width * queries) * size  # gradients

@@ -1,7 +1,11 @@
 """What the engine holds, moves and computes, to the byte."""
 
+import weakref
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_megatrain.engine import Engine
@@ -133,6 +137,39 @@ def test_flops_are_plain_plus_one_forward_of_the_streamed_layers() -> None:
             hidden = block(hidden)
     with Engine(model):
         assert flops(model) == plain + counter.get_total_flops()
+
+
+class _NoteAlive(torch.autograd.Function):
+    """In backward, notes whether the memory of the layer's output is still held."""
+
+    @staticmethod
+    def forward(ctx: Any, layer: "NotingLayer", hidden: Tensor) -> Tensor:
+        ctx.layer = layer
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        ctx.layer.held.append(ctx.layer.memory() is not None)
+        return None, gradient
+
+
+class NotingLayer(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(6, 6)
+        self.held: list[bool] = []
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        output = _NoteAlive.apply(self, super().forward(hidden)) + 1  # an addition saves nothing
+        self.memory = weakref.ref(output.block)
+        return output
+
+
+def test_what_a_layer_returned_again_is_given_back_before_its_backward() -> None:
+    with emulated_device():
+        model = nn.Sequential(*[NotingLayer() for _ in range(3)])
+        with Engine(model, "emu"):
+            model(torch.randn(2, 6).to("emu")).sum().backward()
+        assert [layer.held for layer in model] == 3 * [[False]]
 
 
 def test_saved_inputs_are_given_back_by_backward_and_by_a_dropped_graph() -> None:
