@@ -1,4 +1,7 @@
-"""The wheel holds the whole package under its public names, and nothing else."""
+"""The wheel holds the whole package under its public names, and nothing else; its compiled kernel reaches users who have no compiler.
+
+In one file, so that one worker builds the wheel.
+"""
 
 import email
 import os
@@ -10,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.packaging.conftest import run
+from tests.packaging.conftest import build_wheel, install_wheel, run
 from tests.packaging.test_layout import imported_modules
 
 # Where each folder of the tree is imported from.
@@ -71,3 +74,54 @@ def test_the_installed_wheel_passes_mypy(repository: Path, installed_wheel: Path
         cwd=installed_wheel,
         env=os.environ | {"MYPYPATH": str(installed_wheel)},
     )  # fmt: skip
+
+
+# One AdamW step; prints whether the kernel ran it, and the weight.
+STEP = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import torch
+from lightning_megatrain.optim import HostAdamW, kernel
+assert kernel.__file__.startswith(sys.argv[1])
+weight = torch.nn.Parameter(torch.ones(3))
+weight.grad = torch.tensor([1.0, -2.0, 0.5])
+HostAdamW([weight], lr=0.1).step()
+print(kernel.load() is not None, weight.tolist())
+"""
+
+
+def without_a_compiler(folder: Path) -> dict[str, str]:
+    """The environment of a machine on which no program can be found."""
+    folder.mkdir()
+    return {"PATH": str(folder), "CC": str(folder / "cc")}
+
+
+def test_the_wheel_carries_the_kernel_and_says_for_which_platform(wheel: Path) -> None:
+    carried = [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith((".so", ".dylib", ".dll"))]
+    assert [Path(name).parent.as_posix() for name in carried] == ["lightning_megatrain/optim"]
+    python, abi, platform = wheel.stem.split("-")[-3:]
+    assert (python, abi) == ("py3", "none"), "the kernel knows no Python: one wheel serves every version"
+    assert platform != "any"
+
+
+@pytest.fixture(scope="module")
+def printed_without_a_compiler(installed_wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What the step prints with the wheel that users get, where nothing can be compiled."""
+    folder = tmp_path_factory.mktemp("bare")
+    env = os.environ | without_a_compiler(folder / "bin")
+    return run(sys.executable, "-W", "error::UserWarning", "-c", STEP, installed_wheel, cwd=folder, env=env).splitlines()[-1]
+
+
+def test_the_kernel_runs_where_there_is_no_compiler(printed_without_a_compiler: str) -> None:
+    assert printed_without_a_compiler.startswith("True")
+
+
+def test_the_package_builds_and_runs_without_a_compiler(repository: Path, printed_without_a_compiler: str, tmp_path: Path) -> None:
+    bare = without_a_compiler(tmp_path / "bin")
+    wheel = build_wheel(repository, tmp_path / "build", **bare)
+    installed = install_wheel(wheel, tmp_path / "installed")
+
+    printed = run(sys.executable, "-c", STEP, installed, cwd=tmp_path, env=os.environ | bare)
+
+    assert "without its compiled kernel" in printed
+    assert printed.splitlines()[-1] == printed_without_a_compiler.replace("True", "False")
