@@ -26,30 +26,43 @@ HANDLERS: dict[str, Callable[..., Any]] = {}  # operators that the general rule 
 COMPOSITE: dict[str, Callable[..., Any]] = {}  # operators made of others in our own way; see operators.py
 
 
-@cache
-def _is_composite(func: Any) -> bool:
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    return has_kernel(func.name(), "CompositeImplicitAutograd") and not has_kernel(func.name(), "CPU")
+class Operator:
+    """What is true of an operator whatever it is called with. torch takes longer to say it than to add two small tensors."""
+
+    def __init__(self, func: Any) -> None:
+        schema, tags = func._schema, func.tags
+        self.name: str = schema.name
+        has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+        made_of_others = has_kernel(func.name(), "CompositeImplicitAutograd") and not has_kernel(func.name(), "CPU")
+        # those that torch makes of others reach us whole in inference mode, and from inside a dispatch mode
+        self.composite = COMPOSITE.get(func.name()) or (func.decompose if made_of_others else None)
+        self.handler = HANDLERS.get(self.name)
+        self.kernel = kernel(func)
+        self.mutates: bool = schema.is_mutable
+        returns_views = bool(schema.returns) and all(output.alias_info is not None for output in schema.returns)
+        self.is_view = returns_views and not self.mutates and str(schema.arguments[0].type) == "Tensor"
+        self.allocates_only = self.name in UNINITIALIZED
+        self.is_random = torch.Tag.nondeterministic_seeded in tags
+        self.gives_numbers = torch.Tag.data_dependent_output in tags
+        self.gives_any_shape = torch.Tag.dynamic_output_shape in tags
+        self.takes_host_indices = self.name in HOST_INDICES_ALLOWED
+        self.takes_host_scalars = torch.Tag.pointwise in tags or any(
+            word in self.name for word in ("fill", "foreach", "fused", "index_put", "scatter")
+        )
 
 
-@cache
-def _is_view(func: Any) -> bool:
-    schema = func._schema
-    returns_views = bool(schema.returns) and all(output.alias_info is not None for output in schema.returns)
-    return returns_views and not schema.is_mutable and str(schema.arguments[0].type) == "Tensor"
+_operator = cache(Operator)
 
 
 def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Runs one operator; `__torch_dispatch__` of every emu tensor, and the kernel behind `torch.empty(..., device="emu")`."""
-    name = func._schema.name
-    if func.name() in COMPOSITE:
-        return COMPOSITE[func.name()](*args, **kwargs)
-    if _is_composite(func):  # reaches us whole in inference mode, and from inside a dispatch mode
-        return func.decompose(*args, **kwargs)
+    operator = _operator(func)
+    if operator.composite is not None:
+        return operator.composite(*args, **kwargs)
     with on_raw_memory():
-        if name in HANDLERS:
-            return HANDLERS[name](func, *args, **kwargs)
-        if _is_view(func) and isinstance(args[0], EmulatedTensor):
+        if operator.handler is not None:
+            return operator.handler(func, *args, **kwargs)
+        if operator.is_view and isinstance(args[0], EmulatedTensor):
             block = args[0].block
             return tree_map(lambda raw: EmulatedTensor(raw, block), func(args[0].raw, *args[1:], **kwargs))
         device = kwargs.get("device")
@@ -57,7 +70,7 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         call = Call(func, args, kwargs)
         if device is not None and torch.device(device).type != "emu":  # zeros_like(emu_tensor, device="cpu"): reads only the shape
             return func(*call.args, device=device, **call.kwargs)
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        if operator.is_random:
             return call.run_random()
         return call.run()
 
@@ -86,23 +99,23 @@ class Call:
     """An operator with its arguments brought down to raw memory."""
 
     def __init__(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        self.func, self.name = func, func._schema.name
+        self.operator = _operator(func)
         self.tensors: list[EmulatedTensor | None] = []  # one for each tensor among the arguments, None for a scalar from the host
         self.raws: list[Tensor] = []
         self.host_tensors: list[Tensor] = []
-        key: list[Any] = [func, torch.get_default_dtype()]
+        key: list[Any] = [self.operator, torch.get_default_dtype()]
         self.args = self._lower(args, key)
-        self.kwargs = {name: self._lower(value, key) for name, value in sorted(kwargs.items())}
-        key.append(tuple(sorted(kwargs)))
+        names = sorted(kwargs)
+        self.kwargs = {name: self._lower(kwargs[name], key) for name in names}
+        key.extend(names)
         self.key = tuple(key)
-        on_device = any(tensor is not None for tensor in self.tensors)
-        indexed = self.name in HOST_INDICES_ALLOWED and self.tensors[0] is not None
-        if on_device and self.host_tensors and not indexed:
-            raise RuntimeError(
-                "Expected all tensors to be on the same device, but found at least two devices, emu:0 and cpu!"
-                f" ({self.name} got a cpu tensor of shape {tuple(self.host_tensors[0].shape)})"
-            )
-        self.mutates = func._schema.is_mutable
+        if self.host_tensors and any(tensor is not None for tensor in self.tensors):
+            indexed = self.operator.takes_host_indices and self.tensors[0] is not None
+            if not indexed:
+                raise RuntimeError(
+                    "Expected all tensors to be on the same device, but found at least two devices, emu:0 and cpu!"
+                    f" ({self.operator.name} got a cpu tensor of shape {tuple(self.host_tensors[0].shape)})"
+                )
 
     def _lower(self, value: Any, key: list[Any]) -> Any:
         if isinstance(value, Tensor):
@@ -112,7 +125,7 @@ class Call:
             else:
                 raw = value.detach().clone()  # a scalar's value is read when the kernel is launched
                 self.tensors.append(None)
-                if value.dim() > 0 or not _takes_host_scalars(self.func):
+                if value.dim() > 0 or not self.operator.takes_host_scalars:
                     self.host_tensors.append(value)
             self.raws.append(raw)
             key.append((raw.dtype, raw.size(), raw.stride()))
@@ -151,7 +164,7 @@ class Call:
         result = self.bound()()
         for tensor, raw, shape in zip(self.tensors, self.raws, shapes, strict=True):
             if tensor is not None and (raw.size(), raw.stride()) != shape:
-                raise NotImplementedError(f"{self.name} gave an emu tensor another shape in place")
+                raise NotImplementedError(f"{self.operator.name} gave an emu tensor another shape in place")
 
         def wrap(output: Tensor) -> Tensor:
             index = self._aliased(output, self.raws)
@@ -163,22 +176,21 @@ class Call:
 
     def bound(self) -> Callable[[], Any]:
         """Returns the kernel with its arguments; it holds raw memory, never an emu tensor: queued work keeps no allocation alive."""
-        return partial(kernel(self.func), *self.args, **self.kwargs)
+        return partial(self.operator.kernel, *self.args, **self.kwargs)
 
     def _depends_on_numbers(self) -> bool:
-        tags = self.func.tags
-        if torch.Tag.data_dependent_output in tags:
+        if self.operator.gives_numbers:
             return True
-        if torch.Tag.dynamic_output_shape not in tags:
+        if not self.operator.gives_any_shape:
             return False
-        return self.name != "aten::index" or any(raw.dtype in (torch.bool, torch.uint8) for raw in self.raws[1:])
+        return self.operator.name != "aten::index" or any(raw.dtype in (torch.bool, torch.uint8) for raw in self.raws[1:])
 
     def _probe(self, fill: int = 0) -> Any:
         """Tries the operator on numbers that do not matter, to learn what it returns."""
         stand_ins = {id(raw): _stand_in(raw, fill) for raw in self.raws}
         args, kwargs = (tree_map(lambda raw: stand_ins[id(raw)], value) for value in (self.args, list(self.kwargs.values())))
         try:
-            result = kernel(self.func)(*args, **dict(zip(self.kwargs, kwargs, strict=True)))
+            result = self.operator.kernel(*args, **dict(zip(self.kwargs, kwargs, strict=True)))
         except Exception:  # these numbers were unfit, or the call is wrong: the real numbers will tell
             return NEEDS_NUMBERS
         dummies = [stand_ins[id(raw)] for raw in self.raws]
@@ -196,7 +208,11 @@ class Call:
                 return NEEDS_NUMBERS
             plan.append(Fresh(output.size(), output.stride(), output.dtype) if index is None else Alias(index))
         shape = tree_map(lambda _: 0, result)
-        if not self.mutates and any(isinstance(output, Alias) for output in plan) and any(isinstance(output, Fresh) for output in plan):
+        if (
+            not self.operator.mutates
+            and any(isinstance(output, Alias) for output in plan)
+            and any(isinstance(output, Fresh) for output in plan)
+        ):
             return NEEDS_NUMBERS
         return shape, plan, resized
 
@@ -214,7 +230,7 @@ class Call:
         shape, outputs, resized = plan
         for index, new in resized.items():
             self._resize(index, new)
-        if not self.mutates and outputs and all(isinstance(output, Alias) for output in outputs):
+        if not self.operator.mutates and outputs and all(isinstance(output, Alias) for output in outputs):
             views = iter(outputs)
             return tree_map(lambda raw: self._wrap_alias(next(views).index, raw), self.bound()())
         made: list[Tensor] = []
@@ -223,11 +239,11 @@ class Call:
             if isinstance(output, Alias):
                 made.append(self._argument(output.index))
             else:
-                tensor = allocate(output.size, output.stride, output.dtype, written_by_next=self.name not in UNINITIALIZED)
+                tensor = allocate(output.size, output.stride, output.dtype, written_by_next=not self.operator.allocates_only)
                 made.append(tensor)
                 filled.append((number, tensor.raw))
 
-        if self.name not in UNINITIALIZED:
+        if not self.operator.allocates_only:
             DEVICE.compute.add(_work(self.bound(), filled, rng_state))
         makes = iter(made)
         return tree_map(lambda _: next(makes), shape, is_leaf=lambda leaf: leaf == 0)
@@ -244,15 +260,8 @@ class Call:
     def _argument(self, index: int) -> EmulatedTensor:
         tensor = self.tensors[index]
         if tensor is None:
-            raise RuntimeError(f"{self.name} would write a cpu scalar")
+            raise RuntimeError(f"{self.operator.name} would write a cpu scalar")
         return tensor
-
-
-@cache
-def _takes_host_scalars(func: Any) -> bool:
-    return torch.Tag.pointwise in func.tags or any(
-        word in func._schema.name for word in ("fill", "foreach", "fused", "index_put", "scatter")
-    )
 
 
 def _work(execute: Callable[[], Any], filled: list[tuple[int, Tensor]], rng_state: Tensor | None) -> Callable[[], None]:

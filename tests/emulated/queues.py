@@ -123,11 +123,13 @@ class Scheduler:
     def add(self, queue: Queue, item: Any) -> None:
         with self.lock:
             queue.items.append(item)
-            self._run_by_policy()
+            if self.policy != "lazy":
+                with on_raw_memory():
+                    self._run_by_policy()
 
     def run_until(self, target: Event) -> None:
         """Runs `target`'s queue up to it, first running other queues up to the events it waits for."""
-        with self.lock:
+        with self.lock, on_raw_memory():
             targets = [target]
             while targets:
                 event = targets[-1]
@@ -160,8 +162,7 @@ class Scheduler:
         if isinstance(item, Event):
             item.passed = True
         elif not isinstance(item, _Wait):
-            with on_raw_memory():
-                item()
+            item()
 
     def _run_by_policy(self) -> None:
         if self._random is not None:
