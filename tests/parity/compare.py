@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Mapping
+from itertools import product
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from lightning_megatrain import MegaTrainStrategy
 from tests.emulated import EmulatedAccelerator, emulated_device
 from tests.parity.exceptions import NOT_BITWISE, Tolerance
 from tests.parity.subject import Subject
-from tests.parity.table import Case
+from tests.parity.table import CLIPPINGS, Case, Settings
 from tests.parity.trace import Trace, train
 
 
@@ -26,8 +27,9 @@ class Parity:
         self._models = models
         self._plain = functools.cache(self._run_plain)
 
-    def _run_plain(self, model: str, precision: str, accumulation: int, clipping: str) -> Trace:
-        trace = train(self._models[model], "auto", "cpu", precision, accumulation, clipping)
+    def _run_plain(self, model: str, precision: str, settings: Settings | None) -> Trace:
+        trace = train(self._models[model], "auto", "cpu", precision, settings)
+        assert settings or trace.kinds_of_steps == set(product((False, True), CLIPPINGS))
         for section, numbers in trace.sections():
             assert numbers, f"the plain run has no {section}"
             for name, value in numbers.items():
@@ -45,15 +47,15 @@ class Parity:
             strategy: More arguments for the strategy.
         """
         subject = self._models[case.model]
-        plain = self._plain(case.model, case.precision, case.accumulation, case.clipping)
+        plain = self._plain(case.model, case.precision, case.settings)
         megatrain = MegaTrainStrategy(fused_optimizer=False, **{**subject.strategy, **strategy})
-        options = (case.precision, case.accumulation, case.clipping)
         if case.accelerator == "emu":
             with emulated_device(policy):
-                streamed = train(subject, megatrain, EmulatedAccelerator(), *options)
+                streamed = train(subject, megatrain, EmulatedAccelerator(), case.precision, case.settings)
         else:
-            streamed = train(subject, megatrain, case.accelerator, *options)
+            streamed = train(subject, megatrain, case.accelerator, case.precision, case.settings)
         assert streamed.streamed == set(subject.streamed)
+        assert streamed.kinds_of_steps == plain.kinds_of_steps
         assert streamed.module == plain.module
         tolerance = NOT_BITWISE.get((case.model, case.precision, case.accelerator))
         parting = first_parting(plain, streamed, tolerance)

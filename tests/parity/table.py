@@ -1,10 +1,8 @@
-"""Which cases are run, and where equality is not bit for bit."""
+"""Which cases are run."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import product
-
-from tests.parity.subject import Subject
 
 PRECISIONS = ("32-true", "bf16-mixed")
 ACCUMULATIONS = (1, 3)
@@ -13,49 +11,39 @@ ACCELERATORS = ("cpu", "emu")
 
 
 @dataclass(frozen=True, order=True)
+class Settings:
+    """What a Trainer holds to in all steps: micro-batches a step, and how gradients are clipped."""
+
+    accumulation: int
+    clipping: str
+
+    def __str__(self) -> str:
+        return f"-{self.accumulation}-{self.clipping}"
+
+
+@dataclass(frozen=True)
 class Case:
-    """One cell of the cross product."""
+    """One model in one precision on one device.
+
+    Its steps take one micro-batch or several, and their gradients are clipped in every way or in none, in every combination; with
+    `settings` all steps are alike.
+    """
 
     model: str
     precision: str
-    accumulation: int
-    clipping: str
     accelerator: str
+    settings: Settings | None = None
 
     def __str__(self) -> str:
-        return f"{self.model}-{self.precision}-{self.accumulation}-{self.clipping}-{self.accelerator}"
+        return f"{self.model}-{self.precision}-{self.accelerator}{self.settings or ''}"
 
 
-def every_case(model: str) -> list[Case]:
-    """All 24 combinations."""
-    return [Case(model, *levels) for levels in product(PRECISIONS, ACCUMULATIONS, CLIPPINGS, ACCELERATORS)]
+def every_case(models: Iterable[str]) -> list[Case]:
+    """Four cases a model."""
+    return [Case(*levels) for levels in product(models, PRECISIONS, ACCELERATORS)]
 
 
-def pairwise_cases(model: str, index: int) -> list[Case]:
-    """Four combinations in which every two levels of precision, accelerator and accumulation meet, and every clipping is used.
-
-    Over any six models that follow one another, clipping meets every level of the others as well.
-
-    Args:
-        model: Its name.
-        index: Its place among the models; the next model gets the other half of the combinations.
-    """
-    rows = product(enumerate(PRECISIONS), enumerate(ACCELERATORS))
-    return [
-        Case(model, precision, ACCUMULATIONS[(p + a + index) % 2], CLIPPINGS[(row + index // 2) % 3], accelerator)
-        for row, ((p, precision), (a, accelerator)) in enumerate(rows)
-    ]
-
-
-def cases(models: Mapping[str, Subject], in_full: tuple[str, ...]) -> tuple[list[Case], list[Case]]:
-    """The cases of every test run, and the rest of the cross product.
-
-    Args:
-        models: The models.
-        in_full: Those of them of which every combination is run every time.
-    """
-    chosen: list[Case] = []
-    for index, model in enumerate(models):
-        chosen += every_case(model) if model in in_full else pairwise_cases(model, index)
-    everything = [case for model in models for case in every_case(model)]
-    return chosen, [case for case in everything if case not in set(chosen)]
+def every_setting(model: str) -> list[Case]:
+    """24 cases."""
+    settings = [Settings(*levels) for levels in product(ACCUMULATIONS, CLIPPINGS)]
+    return [Case(model, *levels) for levels in product(PRECISIONS, ACCELERATORS, settings)]

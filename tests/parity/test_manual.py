@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from lightning_megatrain import MegaTrainStrategy
 from tests.emulated import EmulatedAccelerator, emulated_device
-from tests.parity.torch_models import WIDTH, Dropping, Stack
+from tests.parity.stacks import WIDTH, Dropping, Stack
 
 
 class _Manual(L.LightningModule):

@@ -7,7 +7,7 @@ from torch.nn.utils import spectral_norm
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from lightning_megatrain.engine import Engine
-from tests.parity.torch_models import WIDTH, Block, Stack
+from tests.parity.stacks import WIDTH, Block, Stack
 
 
 def _refused(module: nn.Module, message: str) -> None:

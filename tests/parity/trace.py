@@ -8,6 +8,7 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
@@ -15,6 +16,7 @@ from typing_extensions import override
 
 from lightning_megatrain import MegaTrainStrategy
 from tests.parity.subject import BATCHES, Batch, Subject
+from tests.parity.table import Settings
 
 Numbers = dict[str, Tensor | None]
 
@@ -23,6 +25,9 @@ CLIPPING: dict[str, dict[str, Any]] = {
     "norm": {"gradient_clip_val": 0.5},
     "value": {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
 }
+# Micro-batches a step, by the epoch from which on. Four epochs of three batches make steps of 1, 1, 1, then 3, then 3, then 2 and 1. With
+# another clipping at each step in turn, steps of one and steps of several are clipped in every way.
+EPOCHS, BATCHES_AN_EPOCH, ACCUMULATION = 4, 3, {0: 1, 1: 3, 3: 2}
 
 logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # a dozen lines for each of hundreds of runs
 
@@ -40,6 +45,8 @@ class Trace:
     """What the module is made of in the end, other than numbers."""
     streamed: set[str] = field(default_factory=set)
     """Classes of the streamed layers."""
+    kinds_of_steps: set[tuple[bool, str]] = field(default_factory=set)
+    """Whether a step took several micro-batches, and how its gradients were clipped, for each kind of step that there was."""
 
     def sections(self) -> Iterator[tuple[str, Numbers]]:
         yield "loss", self.losses
@@ -57,7 +64,7 @@ class _Task(L.LightningModule):
     @override
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         loss = self.subject.loss(self.net, batch)
-        self.trace.losses[f"batch {batch_idx}"] = _copy(loss)
+        self.trace.losses[f"batch {len(self.trace.losses)}"] = _copy(loss)
         return loss
 
     @override
@@ -80,6 +87,19 @@ class _Task(L.LightningModule):
         return torch.optim.AdamW(self.net.parameters(), lr=1e-2, weight_decay=0.1)
 
 
+class _EveryKindOfStep(_Task):
+    """Clips each step's gradients in another way."""
+
+    _begun = 0
+
+    @override
+    def configure_gradient_clipping(self, optimizer: torch.optim.Optimizer, **settings: Any) -> None:
+        micro_batches, self._begun = len(self.trace.losses) - self._begun, len(self.trace.losses)
+        clipping = tuple(CLIPPING)[self.global_step % len(CLIPPING)]
+        self.trace.kinds_of_steps.add((micro_batches > 1, clipping))
+        self.clip_gradients(optimizer, **CLIPPING[clipping])
+
+
 class _Batches(Dataset[Batch]):
     def __init__(self, subject: Subject) -> None:
         self._batches = [subject.batch(index) for index in range(BATCHES)]
@@ -92,26 +112,28 @@ class _Batches(Dataset[Batch]):
         return self._batches[index]
 
 
-def train(
-    subject: Subject, strategy: str | Strategy, accelerator: str | Accelerator, precision: Any, accumulation: int, clipping: str
-) -> Trace:
+def train(subject: Subject, strategy: str | Strategy, accelerator: str | Accelerator, precision: Any, settings: Settings | None) -> Trace:
     """Trains the subject on its batches and returns what that computed."""
     torch.manual_seed(1)
     net = subject.build().train()
     parts = _parts(net)
-    task = _Task(net, subject)
+    task = _Task(net, subject) if settings else _EveryKindOfStep(net, subject)
+    options: dict[str, Any]
+    if settings:
+        options = {"max_epochs": 1, "accumulate_grad_batches": settings.accumulation, **CLIPPING[settings.clipping]}
+    else:
+        schedule = GradientAccumulationScheduler(ACCUMULATION)
+        options = {"max_epochs": EPOCHS, "limit_train_batches": BATCHES_AN_EPOCH, "callbacks": schedule}
     trainer = L.Trainer(
-        max_epochs=1,
         devices=1,
         strategy=strategy,
         accelerator=accelerator,
         precision=precision,
-        accumulate_grad_batches=accumulation,
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         enable_checkpointing=False,
-        **CLIPPING[clipping],
+        **options,
     )
     torch.manual_seed(2)
     trainer.fit(task, DataLoader(_Batches(subject), batch_size=None))
