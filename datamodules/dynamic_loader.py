@@ -16,6 +16,7 @@ from lightning_megatrain.datamodules.plan import Plan
 from lightning_megatrain.datamodules.planner import Delivered, Planner, Shape
 from lightning_megatrain.datamodules.sample_domains import THREE_FORMS, DomainOf
 from lightning_megatrain.datamodules.sampler_order import SamplerOrder
+from lightning_megatrain.datamodules.sampling import as_pool
 from lightning_megatrain.datamodules.training_data import TrainingData
 from lightning_megatrain.datamodules.wrapping import batch_size_of
 
@@ -314,20 +315,7 @@ class DynamicLoader:
             TypeError: a source is a stream, or the indices are no whole numbers.
             ValueError: no index, or one outside the dataset.
         """
-        pool: NDArray[np.int64] | None = None
-        if indices is not None:
-            _ = self.samples
-            given = np.asarray(indices)
-            if given.size and given.dtype.kind not in "iu":
-                hint = " For a mask give `numpy.flatnonzero(mask)`." if given.dtype.kind == "b" else ""
-                raise TypeError(f"A pool needs whole numbers, the samples' positions, got {given.dtype}.{hint}")
-            pool = given.astype(np.int64).reshape(-1)
-            total = self.num_samples or 0
-            if not len(pool) or pool.min() < 0 or pool.max() >= total:
-                raise ValueError(
-                    f"A pool needs indices between 0 and {total - 1}, got {len(pool)} of them"
-                    + (f" from {pool.min()} to {pool.max()}." if len(pool) else ".")
-                )
+        pool = None if indices is None else as_pool(indices, len(self.samples))
         self._planner.change(lambda _: self.plan.set_pool(pool, ordered))
         self._stale = True
 

@@ -5,7 +5,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
+
+
+def as_pool(indices: ArrayLike, total: int) -> NDArray[np.int64]:
+    """Return positions of samples as (n,) int64.
+
+    Raises:
+        TypeError: they are no whole numbers.
+        ValueError: there is none, or one is not between 0 and ``total``.
+    """
+    given = np.asarray(indices)
+    if given.size and given.dtype.kind not in "iu":
+        hint = " For a mask give `numpy.flatnonzero(mask)`." if given.dtype.kind == "b" else ""
+        raise TypeError(f"A pool needs whole numbers, the samples' positions, got {given.dtype}.{hint}")
+    pool = given.astype(np.int64).reshape(-1)
+    if not len(pool) or pool.min() < 0 or pool.max() >= total:
+        raise ValueError(
+            f"A pool needs indices between 0 and {total - 1}, got {len(pool)} of them"
+            + (f" from {pool.min()} to {pool.max()}." if len(pool) else ".")
+        )
+    return pool
 
 
 class Draws:

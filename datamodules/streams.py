@@ -39,7 +39,7 @@ def shuffled(samples: Iterable[T], buffer: int, seed: Sequence[int]) -> Iterator
             place = int(random.integers(buffer))
             drawn, held[place] = held[place], sample
             yield drawn
-    random.shuffle(held)  # type: ignore[arg-type]
+    random.shuffle(held)
     yield from held
 
 

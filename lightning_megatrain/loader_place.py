@@ -24,7 +24,7 @@ class LoaderPlace(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         restore_place(trainer)
         for loader in _dynamic_loaders(trainer):
-            loader.same_every_epoch = trainer.overfit_batches > 0
+            loader.same_every_epoch = getattr(trainer, "overfit_batches", 0) > 0  # set on it by name
 
 
 def loader_place() -> list[pl.Callback]:

@@ -22,7 +22,7 @@ from lightning_megatrain import model_ops
 from lightning_megatrain.callbacks.gather import gather_rows
 from lightning_megatrain.callbacks.loader_access import refuse_overfitting
 from lightning_megatrain.callbacks.reweighting.reweighting import ReweightingPolicy
-from lightning_megatrain.callbacks.training_losses import StepLosses
+from lightning_megatrain.callbacks.step_losses import StepLosses
 from lightning_megatrain.model_ops.hugging_face import find_model
 
 

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from lightning_megatrain.callbacks.mixture.mixture import MixturePolicy
-from lightning_megatrain.callbacks.training_losses import StepLosses, tap_losses, untap_losses
+from lightning_megatrain.callbacks.step_losses import StepLosses
+from lightning_megatrain.callbacks.training_losses import tap_losses, untap_losses
 from lightning_megatrain.datamodules.shares import check_weights
 
 

@@ -15,7 +15,7 @@ from typing_extensions import override
 from lightning_megatrain.callbacks.gather import gather_rows
 from lightning_megatrain.callbacks.policy import warn_once
 from lightning_megatrain.callbacks.reweighting.reweighting import ReweightingPolicy
-from lightning_megatrain.callbacks.training_losses import StepLosses
+from lightning_megatrain.callbacks.step_losses import StepLosses
 
 Strategy = Literal["linupper", "quadratic", "extremes", "uniform"]
 

@@ -17,7 +17,8 @@ from typing_extensions import override
 from lightning_megatrain.callbacks.gather import gather_rows
 from lightning_megatrain.callbacks.loader_access import step_ends
 from lightning_megatrain.callbacks.policy import Policy
-from lightning_megatrain.callbacks.training_losses import StepLosses, finish_window, tap_losses, untap_losses
+from lightning_megatrain.callbacks.step_losses import StepLosses
+from lightning_megatrain.callbacks.training_losses import finish_window, tap_losses, untap_losses
 
 
 class ReweightingPolicy(Policy):

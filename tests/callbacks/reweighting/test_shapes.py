@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lightning_megatrain.callbacks import LossReweighting
 from lightning_megatrain.callbacks.reweighting.loss import shape_of
-from lightning_megatrain.callbacks.training_losses import StepLosses
+from lightning_megatrain.callbacks.step_losses import StepLosses
 
 LOSSES = torch.tensor([1.0, 2.0, 3.0, 4.0])
 
