@@ -54,7 +54,7 @@ class DoReMi(ReweightingPolicy):
         variant: ``"dataflex"`` changes these defaults, and takes the mean off :math:`\lambda` and holds it within 5.
         **policy: Schedule, domain and so on; see :class:`~lightning_megatrain.callbacks.Policy`. From ``warmup_steps`` on every step
             is weighted, and
-            :math:`\alpha` is updated every ``every_n_steps``.
+            :math:`\alpha` is updated every ``every_n_steps``, first when a step was weighted.
 
     Raises:
         TypeError: the reference is no string.
@@ -63,7 +63,6 @@ class DoReMi(ReweightingPolicy):
     """
 
     needs_tokens = True
-    weighs_every_step = True
 
     def __init__(
         self,
@@ -120,6 +119,14 @@ class DoReMi(ReweightingPolicy):
             self._reference.requires_grad_(False).eval().to(trainer.strategy.root_device)
 
     @override
+    def due(self, step: int) -> bool:
+        return bool(self._seen_K2[:, 1].any()) and super().due(step)
+
+    @override
+    def weighs(self, step: int) -> bool:
+        return step >= self.schedule.warmup_steps
+
+    @override
     def weigh(self, losses: StepLosses, batch: Any) -> Tensor:
         assert self._trainer is not None
         last = self.loader.last
@@ -136,9 +143,6 @@ class DoReMi(ReweightingPolicy):
 
     @override
     def act(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        super().act(trainer, module)
-        if not self._seen_K2[:, 1].any():
-            return  # before the first weighted step
         seen_K2, self._seen_K2 = self._seen_K2, np.zeros_like(self._seen_K2)
 
         def decide() -> tuple[NDArray[np.float64], NDArray[np.float64]]:

@@ -35,7 +35,8 @@ class ODM(MixturePolicy):
     each sample's mean token
     loss is credited to its own domain, and :math:`L_i` is the sum of these over the number of all samples since the last update, on
     all ranks; it has the
-    same expectation. The losses are those of the training step itself: there is no further forward.
+    same expectation. The losses are those of the training step itself: there is no further forward. It acts only on losses: without a
+    warm-up first after the first step.
 
     Args:
         alpha: How slowly rewards are forgotten.
@@ -74,6 +75,7 @@ class ODM(MixturePolicy):
         check_weights("initial", initial)
         self._rewards_K = np.zeros(0)
         self._seen_K2 = np.zeros((0, 2))  # of this rank since the last update: sum of losses, samples
+        self._has_seen = False  # whether any batch was trained on since then, the same on all ranks
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -86,6 +88,10 @@ class ODM(MixturePolicy):
         super().teardown(trainer, pl_module, stage)
         if stage == "fit":
             untap_losses(pl_module, self._credit)
+
+    @override
+    def due(self, step: int) -> bool:
+        return self._has_seen and super().due(step)
 
     @override
     def prepare(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
@@ -104,7 +110,7 @@ class ODM(MixturePolicy):
         if trainer.world_size > 1:
             # FP32 on the device: not every backend and device knows FP64.
             seen_K2 = trainer.strategy.reduce(seen_K2.float().to(trainer.strategy.root_device), reduce_op="sum").cpu().double()
-        self._seen_K2 = np.zeros_like(self._seen_K2)
+        self._seen_K2, self._has_seen = np.zeros_like(self._seen_K2), False
         shares_K, t = self.current_shares(), self.updates + 1
 
         def decide() -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -123,16 +129,17 @@ class ODM(MixturePolicy):
 
     @override
     def own_state(self) -> dict[str, Any]:
-        return {"rewards": torch.from_numpy(self._rewards_K), "seen": torch.from_numpy(self._seen_K2)}
+        return {"rewards": torch.from_numpy(self._rewards_K), "seen": torch.from_numpy(self._seen_K2), "has_seen": self._has_seen}
 
     @override
     def load_own_state(self, state: dict[str, Any]) -> None:
-        self._rewards_K, self._seen_K2 = state["rewards"].numpy(), state["seen"].numpy()
+        self._rewards_K, self._seen_K2, self._has_seen = state["rewards"].numpy(), state["seen"].numpy(), state["has_seen"]
 
     def _credit(self, losses: StepLosses, batch: Any) -> None:
         last = self.loader.last
         if last is None or last.domain is None:
             return
+        self._has_seen = True
         counted = (losses.tokens_B > 0).cpu().numpy()
         domains, means = last.domain.numpy()[counted], losses.means_B.double().cpu().numpy()[counted]
         np.add.at(self._seen_K2, domains, np.stack([means, np.ones_like(means)], axis=1))

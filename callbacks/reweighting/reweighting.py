@@ -42,12 +42,9 @@ class ReweightingPolicy(Policy):
     needs_tokens = False
     """Whether :meth:`weigh` looks at single tokens."""
 
-    weighs_every_step = False
-    """Whether all steps from the first decision on are weighted, and the schedule only says when :meth:`~Policy.act` is called."""
-
     def __init__(self, **policy: Any) -> None:
         super().__init__(**policy)
-        self._weighted_step: int | None = None  # the last one that is weighted, by the number of steps done before it
+        self._weighted_step: int | None = None  # the last one that was due, by the number of steps done before it
         self._trainer: pl.Trainer | None = None
         self._range: list[tuple[float, float]] = []  # lowest and highest weight over the mean one, of the step's micro-batches
 
@@ -59,6 +56,10 @@ class ReweightingPolicy(Policy):
             losses: Of the micro-batch, detached.
             batch: The micro-batch, on the device that computes; ``self.loader.last`` has its indices and domains.
         """
+
+    def weighs(self, step: int) -> bool:
+        """Whether the step is weighted that follows ``step`` others: one at which :meth:`~Policy.act` was due."""
+        return step == self._weighted_step
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -115,9 +116,7 @@ class ReweightingPolicy(Policy):
 
     def _see(self, losses: StepLosses, batch: Any) -> Tensor | None:
         trainer = self._trainer
-        if trainer is None or self._weighted_step is None:
-            return None
-        if not self.weighs_every_step and self._weighted_step != trainer.global_step:
+        if trainer is None or not self.weighs(trainer.global_step):
             return None
         with self._naming_errors(trainer):
             weights_B = self.weigh(losses, batch).float()

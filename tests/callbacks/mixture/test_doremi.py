@@ -109,13 +109,24 @@ def test_accumulation_updates_from_all_micro_batches(tmp_path):
 
     class Count(DoReMi):
         def act(self, trainer, module):
-            counts.append(self._seen_K2[:, 1].sum() if len(self._seen_K2) else 0)
+            counts.append(self._seen_K2[:, 1].sum())
             super().act(trainer, module)
 
     fit(Llama(), sentences(), [Count(reference(tmp_path), domain="source")], accumulate_grad_batches=2, max_epochs=2)
     tokens = 2 * sum(int((Sentences()[i]["labels"][1:] != -100).sum()) for i in range(16))
-    assert counts[0] == 0
-    assert 0.5 * tokens / 4 < counts[1] < 2 * tokens / 4  # a quarter of two epochs' tokens, give or take their lengths
+    assert 0.5 * tokens / 4 < counts[0] < 2 * tokens / 4  # a quarter of two epochs' tokens, give or take their lengths
+
+
+@pytest.mark.parametrize(("schedule", "steps"), [({"max_updates": 1}, [1]), ({"every_n_steps": 0, "warmup_steps": 2}, [3])])
+def test_only_updates_of_the_weights_count(tmp_path, schedule, steps):
+    """At the end of the warm-up there is nothing to update from yet; weighting goes on after the last update."""
+    module, policy = Llama(), DoReMi(reference(tmp_path), domain="source", **schedule)
+    fit(module, sentences(), [policy], max_epochs=2)
+    assert [step for step, metrics in policy.history if "share/x" in metrics] == steps
+    assert policy.updates == 1
+    (shares,) = [m for _, m in policy.history if "share/x" in m]
+    assert policy.average_shares == pytest.approx({"x": shares["share/x"], "y": shares["share/y"]})
+    assert sum("weight/least" in metrics for _, metrics in policy.history) == 8 - schedule.get("warmup_steps", 0)
 
 
 def test_the_proxy_sees_all_domains_alike_and_the_average_is_left_for_the_final_run(tmp_path):

@@ -113,6 +113,17 @@ def test_initial_shares_hold_through_the_warm_up():
     assert np.bincount(np.array(sum(module.seen[:6], [])) % 3, minlength=3).tolist() == [12, 12, 0]
 
 
+@pytest.mark.parametrize("schedule", [{}, {"every_n_steps": 0}, {"max_updates": 1}])
+def test_without_a_warm_up_initial_shares_hold_until_a_loss_was_seen(schedule):
+    module, policy = Known(), ODM(domain=third, alpha=0.5, reward_scale=40.0, initial={"a": 1.0, "b": 1.0, "c": 0.0}, **schedule)
+    fit(module, points(48), [policy])
+    assert {i % 3 for i in module.seen[0]} == {0, 1}
+    assert [step for step, _ in policy.history] == (list(range(1, 12)) if not schedule else [1])
+    expected = replay(policy, module.seen, 1, np.array([0.5, 0.5, 0.0]))
+    for (_, metrics), shares_K in zip(policy.history, expected, strict=False):
+        np.testing.assert_allclose([metrics[f"share/{n}"] for n in "abc"], shares_K, rtol=1e-5)
+
+
 def test_the_highest_loss_gets_the_largest_share():
     policy = ODM(domain=third, reward_scale=50.0, every_n_steps=2)
     fit(Known(), points(96), [policy], max_epochs=3)
