@@ -6,6 +6,8 @@ import torch.nn.functional as F
 from torch.utils.data import DataLoader, Dataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.trainers import quiet_trainer
+
 
 def tiny_llama(seed=0, **config):
     torch.manual_seed(seed)
@@ -103,18 +105,7 @@ def sentences(n=16, batch_size=4, **kwargs):
 
 
 def fit(module, loader, callbacks=(), *, val=None, ckpt_path=None, **trainer):
-    trainer = L.Trainer(
-        **{
-            "accelerator": "cpu",
-            "max_epochs": 1,
-            "logger": False,
-            "enable_checkpointing": False,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-            "callbacks": list(callbacks),
-            **trainer,
-        }
-    )
+    trainer = quiet_trainer(**{"accelerator": "cpu", "max_epochs": 1, "callbacks": list(callbacks), **trainer})
     torch.manual_seed(1)
     if isinstance(loader, L.LightningDataModule):
         trainer.fit(module, datamodule=loader, ckpt_path=ckpt_path)

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from lightning_megatrain.callbacks import LESS, ODM, DoReMi, LossReweighting, LossSelection, PolicyError, RandomSelection
 from lightning_megatrain.datamodules import DynamicLoader
 from tests.callbacks.modules import Llama, Sentences
+from tests.trainers import quiet_trainer
 
 KINDS = ["RandomSelection", "LossSelection", "ODM", "LossReweighting", "DoReMi"]
 
@@ -59,15 +60,11 @@ def train(kind, folder, sharded):
 
     watch = Watch()
     strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1) if sharded else "auto"
-    trainer = L.Trainer(
+    trainer = quiet_trainer(
         accelerator="cpu",
         devices=2 if sharded else 1,
         strategy=strategy,
         max_epochs=2,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         default_root_dir=folder,
         callbacks=[policy, watch],
     )

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from lightning_megatrain.datamodules.packing import IGNORED, pad_batch
 from lightning_megatrain.datamodules.tokenizers import load_tokenizer
 from lightning_megatrain.language_model import CausalLM
+from tests.trainers import quiet_trainer
 
 LLAMA = {
     "model_type": "llama",
@@ -42,14 +43,7 @@ def loader(rows, batch_size):
 
 
 def make_trainer(**arguments):
-    settings = {
-        "accelerator": "cpu",
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    return L.Trainer(**{**settings, **arguments})
+    return quiet_trainer(**{"accelerator": "cpu", **arguments})
 
 
 def make_model(model=LLAMA, seed=0, **arguments):

@@ -15,6 +15,7 @@ from typing_extensions import override
 from lightning_megatrain import MegaTrainStrategy
 from tests.emulated import EmulatedAccelerator, emulated_device
 from tests.parity.stacks import WIDTH, Dropping, Stack
+from tests.trainers import quiet_trainer
 
 
 class _Manual(L.LightningModule):
@@ -65,16 +66,12 @@ def _train(strategy: str | Strategy, accelerator: str | Accelerator, precision: 
     model = _Manual(raw)
     torch.manual_seed(2)
     data = [torch.randn(2, 5, WIDTH) for _ in range(3)]
-    trainer = L.Trainer(
+    trainer = quiet_trainer(
         max_epochs=1,
         devices=1,
         strategy=strategy,
         accelerator=accelerator,
         precision=precision,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
     )
     trainer.fit(model, DataLoader(data, batch_size=None))  # type: ignore[arg-type]
     return [*model.seen, *[p.detach().clone() for p in model.parameters()]]

@@ -17,6 +17,7 @@ from typing_extensions import override
 from lightning_megatrain import MegaTrainStrategy
 from tests.parity.subject import BATCHES, Batch, Subject
 from tests.parity.table import Settings
+from tests.trainers import quiet_trainer
 
 Numbers = dict[str, Tensor | None]
 
@@ -124,15 +125,11 @@ def train(subject: Subject, strategy: str | Strategy, accelerator: str | Acceler
     else:
         schedule = GradientAccumulationScheduler(ACCUMULATION)
         options = {"max_epochs": EPOCHS, "limit_train_batches": BATCHES_AN_EPOCH, "callbacks": schedule}
-    trainer = L.Trainer(
+    trainer = quiet_trainer(
         devices=1,
         strategy=strategy,
         accelerator=accelerator,
         precision=precision,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
         **options,
     )
     torch.manual_seed(2)

@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_megatrain import MegaTrainStrategy
 from tests.emulated import EmulatedAccelerator, emulated_device
+from tests.trainers import quiet_trainer
 
 Place = Literal["cpu", "emu"]
 """Where the strategy computes; plain Lightning computes on the CPU, whose kernels the emulated accelerator shares."""
@@ -19,12 +20,6 @@ Place = Literal["cpu", "emu"]
 
 MakeTrainer = Callable[..., L.Trainer]
 """Makes a Trainer from options of its own; plain or streamed, and where, is settled."""
-
-
-def quiet_trainer(**options: Any) -> L.Trainer:
-    """A Trainer without progress bar, logger, checkpoints and summary, unless asked for."""
-    defaults: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_model_summary": False, "enable_progress_bar": False}
-    return L.Trainer(**({} if options.get("barebones") else defaults) | options)
 
 
 def plain(**options: Any) -> L.Trainer:

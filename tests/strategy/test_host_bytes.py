@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from lightning_megatrain import MegaTrainStrategy
 from lightning_megatrain.language_model import CausalLM
-from tests.strategy.compare import quiet_trainer
+from tests.trainers import quiet_trainer
 
 ADAMW = "lightning_megatrain.optim.HostAdamW"
 FORMS: dict[str, tuple[int, dict[str, Any], int]] = {

@@ -13,9 +13,10 @@ from torch import Tensor
 from lightning_megatrain import MegaTrainStrategy
 from lightning_megatrain.language_model import CausalLM
 from lightning_megatrain.optim import HostAdamW
-from tests.strategy.compare import MakeTrainer, Place, differences, plain, quiet_trainer, streamed
+from tests.strategy.compare import MakeTrainer, Place, differences, plain, streamed
 from tests.strategy.host_adamw import HostTrained, trained
 from tests.strategy.subject import Subject, batches
+from tests.trainers import quiet_trainer
 
 LLAMA = {
     "model_type": "llama",

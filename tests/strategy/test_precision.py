@@ -8,8 +8,9 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
 
 from lightning_megatrain import MegaTrainStrategy
-from tests.strategy.compare import Place, Recorder, differences, plain, quiet_trainer, state, streamed
+from tests.strategy.compare import Place, Recorder, differences, plain, state, streamed
 from tests.strategy.subject import Subject, batches
+from tests.trainers import quiet_trainer
 
 
 class Watching(Subject):

@@ -15,8 +15,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_megatrain import MegaTrainStrategy
 from tests.emulated import EmulatedAccelerator
-from tests.strategy.compare import Place, quiet_trainer, streamed
+from tests.strategy.compare import Place, streamed
 from tests.strategy.subject import Block, Subject, batches
+from tests.trainers import quiet_trainer
 
 
 def fit(model: Subject | None = None, **options: Any) -> None:

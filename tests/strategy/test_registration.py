@@ -11,8 +11,8 @@ from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_megatrain import MegaTrainStrategy
-from tests.strategy.compare import quiet_trainer
 from tests.strategy.subject import Subject
+from tests.trainers import quiet_trainer
 
 CLASS = "lightning_megatrain.MegaTrainStrategy"
 
