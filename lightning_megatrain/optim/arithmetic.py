@@ -3,7 +3,6 @@
 It runs where the kernel could not be built, and is the specification the kernel is tested against.
 """
 
-import ctypes
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,36 +11,9 @@ from torch import Tensor
 
 from lightning_megatrain.optim import moments
 from lightning_megatrain.optim.masters import flat, join, split
+from lightning_megatrain.optim.scalars import Scalars
 
 PIECE = 1 << 18  # elements at a time, so that temporaries stay in the cache
-
-
-class Scalars(ctypes.Structure):
-    """The numbers of one step of one group, each rounded to FP32 once; `struct scalars` of host_adamw.c, field by field.
-
-    Attributes:
-        grad_scale: multiplies the gradient; negative to maximize.
-        l2: weight decay added to the gradient (Adam).
-        keep: factor on the weight, `1 - lr * weight_decay` (AdamW).
-        step_size: `lr / (1 - beta1^t)`.
-        one_minus_beta1: of the first moment.
-        beta2: of the second moment.
-        one_minus_beta2: likewise.
-        inv_sqrt_correction2: `(1 - beta2^t)^-1/2`.
-        eps: added to the root.
-    """
-
-    _fields_ = (
-        ("grad_scale", ctypes.c_float),
-        ("l2", ctypes.c_float),
-        ("keep", ctypes.c_float),
-        ("step_size", ctypes.c_float),
-        ("one_minus_beta1", ctypes.c_float),
-        ("beta2", ctypes.c_float),
-        ("one_minus_beta2", ctypes.c_float),
-        ("inv_sqrt_correction2", ctypes.c_float),
-        ("eps", ctypes.c_float),
-    )
 
 
 @dataclass(slots=True)

@@ -2,6 +2,8 @@
 
 import functools
 import warnings
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -28,6 +30,8 @@ def check_group(group: dict[str, Any], moments: str) -> None:
     for name in ("eps", "weight_decay"):
         if not group[name] >= 0:
             raise ValueError(f"{name} must not be negative, is {group[name]}")
+    for name in {"masters", "moments", "threads"}.intersection(group):
+        raise ValueError(f"{name}={group[name]!r} in a parameter group has no effect: it is the whole optimizer's, HostAdamW(..., {name}=)")
     for name in ("capturable", "differentiable"):
         if group[name]:
             raise ValueError(f"HostAdamW updates host memory outside of autograd and CUDA graphs; use torch.optim.AdamW for {name}=True")
@@ -41,6 +45,11 @@ def check_parameter(parameter: Tensor, masters: str) -> None:
         raise TypeError(
             f"HostAdamW updates parameters in host memory, this one is {describe(parameter)}; move it with .cpu(), "
             "or give it to torch.optim.AdamW(fused=True)"
+        )
+    if hasattr(parameter, "__tensor_flatten__") or parameter.is_inference():
+        raise TypeError(
+            f"HostAdamW writes a parameter's own memory, and a {type(parameter).__name__} {describe(parameter)} has none that it may write "
+            "(FSDP2 and tensor parallelism shard it, quantization packs it, inference mode freezes it); use torch.optim.AdamW(fused=True)"
         )
     if parameter.dtype == torch.bfloat16:
         if masters == "fp32":
@@ -60,6 +69,17 @@ def check_parameter(parameter: Tensor, masters: str) -> None:
         )
 
 
+def check_apart(params: Sequence[Tensor]) -> None:
+    """Raise ValueError if two parameters share memory, which threads would then write at once."""
+    spans = sorted((p.data_ptr(), p.data_ptr() + p.nbytes, tuple(p.shape)) for p in params if p.numel())
+    for (_, end, one), (begin, _, other) in pairwise(spans):
+        if begin < end:
+            raise ValueError(
+                f"parameters of shapes {one} and {other} share memory, or are one parameter twice. Tie weights by the parameter itself "
+                "(head.weight = embedding.weight), not by its .data"
+            )
+
+
 def checked_gradient(parameter: Tensor, gradient: Tensor | None) -> Tensor:
     """The gradient, laid out like the parameter, in FP32 or BF16.
 
@@ -74,12 +94,14 @@ def checked_gradient(parameter: Tensor, gradient: Tensor | None) -> Tensor:
             "HostAdamW takes dense gradients, not sparse ones; make the embedding with sparse=False, or give its parameters to "
             "torch.optim.SparseAdam"
         )
+    if hasattr(gradient, "__tensor_flatten__"):
+        raise TypeError(f"HostAdamW reads a gradient's own memory, and a {type(gradient).__name__} has none; give it .to_local()")
     if gradient.device.type != "cpu":
         raise TypeError(f"HostAdamW takes gradients in host memory, this one is {describe(gradient)}; move it with .cpu()")
     if gradient.shape != parameter.shape:
         raise ValueError(f"gradient {describe(gradient)} for a parameter of shape {tuple(parameter.shape)}")
     dtype = gradient.dtype if gradient.dtype == torch.bfloat16 else torch.float32
-    if dtype == gradient.dtype and same_layout(parameter, gradient):
+    if dtype == gradient.dtype and same_layout(parameter, gradient) and not gradient.is_neg():
         return gradient
     return torch.empty_like(parameter, dtype=dtype, requires_grad=False).copy_(gradient)
 

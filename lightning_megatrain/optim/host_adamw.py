@@ -10,10 +10,11 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from typing_extensions import override
 
-from lightning_megatrain.optim import kernel, state
-from lightning_megatrain.optim.arithmetic import Scalars, Update
-from lightning_megatrain.optim.checks import check_group, check_parameter, checked_gradient, describe, same_layout
+from lightning_megatrain.optim import kernel, saved_state, state
+from lightning_megatrain.optim.arithmetic import Update
+from lightning_megatrain.optim.checks import check_apart, check_group, check_parameter, checked_gradient, describe, same_layout
 from lightning_megatrain.optim.masters import join, split
+from lightning_megatrain.optim.scalars import Scalars
 
 Masters = Literal["fp32", "split", "none"]
 
@@ -117,8 +118,10 @@ class HostAdamW(torch.optim.Optimizer):
             self.param_groups.pop()
             raise
         for parameter in group["params"]:
-            if self._is_split(parameter) and parameter.grad is None and hasattr(parameter, "grad_dtype"):
+            if self._is_split(parameter):
+                gradient, parameter.grad = parameter.grad, None
                 parameter.grad_dtype = torch.float32
+                parameter.grad = gradient if gradient is None else gradient.float()
         self._places.clear()
 
     @override
@@ -165,30 +168,47 @@ class HostAdamW(torch.optim.Optimizer):
 
         Raises:
             TypeError: for a sparse gradient, or a parameter or gradient outside the CPU.
-            ValueError: for a parameter of no group, a gradient of another shape, or one that is missing.
+            ValueError: for a parameter of no group, one that shares memory with another or was resized, a gradient of another shape, or
+                one that is missing.
         """
         if not params:
             return
         for parameter in params:
             check_parameter(parameter, self.masters)
+        check_apart(params)
         arrived = [p.grad for p in params] if gradients is None else gradients
         grads = [checked_gradient(p, g) for p, g in zip(params, arrived, strict=True)]
         self.allocate(params)
         updates = self._plan(params, grads, grad_scale, groups or self.param_groups)
-        kernel.run([u for u in updates if u.param.numel()], self.threads or torch.get_num_threads())
-        increment_version(params)  # the kernel writes by address; autograd must know
-        for parameter in params:
-            self._versions[parameter] = parameter._version
+        try:
+            kernel.run([u for u in updates if u.param.numel()], self.threads or torch.get_num_threads())
+        finally:  # Ctrl-C shows when the kernel is done
+            increment_version(params)  # the kernel writes by address; autograd must know
+            for parameter in params:
+                self._versions[parameter] = parameter._version
 
     def allocate(self, params: Iterable[Tensor] | None = None) -> None:
-        """Make the state of these parameters (all when None) where there is none: zeroed memory, touched at the first step."""
+        """Make the state of these parameters (all when None) where there is none: zeroed memory, touched at the first step.
+
+        A state that is there already follows its parameter, whose dtype or layout someone may have changed.
+        """
         for parameter in params if params is not None else chain.from_iterable(g["params"] for g in self.param_groups):
+            group = self.param_groups[self._place(parameter)[0]]
             held, low = self.state[parameter], self._is_split(parameter)
+            moments = state.moments_form(held) if held else self.moments
+            if group["amsgrad"] and moments != "fp32":
+                check_group(group, moments)
             if not held:
-                amsgrad = self.param_groups[self._place(parameter)[0]]["amsgrad"]
-                self.state[parameter] = state.new(parameter, self.moments, amsgrad=amsgrad, low=low)
-            elif low and "master_low" not in held:  # the parameter was FP32 until now
+                self.state[parameter] = state.new(parameter, moments, amsgrad=group["amsgrad"], low=low)
+                continue
+            if not state.lies_like(held, parameter):
+                held = self.state[parameter] = saved_state.laid_like(parameter, held)
+            if group["amsgrad"] and "max_exp_avg_sq" not in held:
+                held["max_exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.float32, requires_grad=False)
+            if low and "master_low" not in held:  # the parameter was FP32 until now
                 held["master_low"] = torch.zeros_like(parameter, dtype=torch.int16, requires_grad=False)
+            elif not low:
+                held.pop("master_low", None)
 
     def set_working_copy(self, parameter: Tensor, copy: Tensor | None) -> None:
         """Keep a BF16 copy of an FP32 parameter: filled now, and rewritten by each step in the same pass (round to nearest even).
@@ -266,18 +286,18 @@ class HostAdamW(torch.optim.Optimizer):
         Args:
             masters: False leaves "master" out, for whoever saves the exact weights elsewhere.
         """
-        packed = super().state_dict()
         parameters = [p for group in self.param_groups for p in group["params"]]
         for parameter in parameters:
-            if "master_low" in self.state.get(parameter, {}):
-                self.low_half(parameter)
-        packed["state"] = {k: state.exported(parameters[k], s, masters) for k, s in packed["state"].items()}
+            if self.state.get(parameter):
+                self.low_half(parameter) if self._is_split(parameter) else self.allocate([parameter])
+        packed = super().state_dict()
+        packed["state"] = {k: saved_state.exported(parameters[k], s, masters) for k, s in packed["state"].items()}
         return packed
 
     def full_state_dict(self) -> dict[str, Any]:
         """`state_dict` with every moment in FP32, for `torch.optim.AdamW.load_state_dict`; costs 8 bytes a parameter if they are not."""
         packed = self.state_dict()
-        packed["state"] = {k: state.with_full_moments(s) for k, s in packed["state"].items()}
+        packed["state"] = {k: saved_state.with_full_moments(s) for k, s in packed["state"].items()}
         return packed
 
     @override
@@ -292,12 +312,15 @@ class HostAdamW(torch.optim.Optimizer):
             state_dict: a state dictionary of as many groups and parameters.
 
         Raises:
-            ValueError: if groups or shapes do not match.
+            ValueError: if groups or shapes do not match, or hyperparameters have no meaning here; nothing is changed then.
         """
 
         def keep_tensors(_: torch.optim.Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
-            self._incoming = loaded
-            return {**loaded, "state": {}}
+            groups = [{**self.defaults, **group, "capturable": False, "differentiable": False} for group in loaded["param_groups"]]
+            for group in groups:
+                check_group(group, self.moments)
+            self._incoming = {**loaded, "param_groups": groups}
+            return {**self._incoming, "state": {}}
 
         handle = self.register_load_state_dict_pre_hook(keep_tensors)  # registered last, it sees what the user's hooks made
         try:
@@ -336,6 +359,13 @@ class HostAdamW(torch.optim.Optimizer):
     def _is_split(self, parameter: Tensor) -> bool:
         return self.masters == "split" and parameter.dtype == torch.bfloat16
 
+    def _working_copy(self, parameter: Tensor) -> Tensor | None:
+        copy = self._working_copies.get(parameter)
+        if copy is not None and not (parameter.dtype == torch.float32 and same_layout(parameter, copy)):
+            del self._working_copies[parameter]  # it is of what the parameter was
+            return None
+        return copy
+
     def _place(self, parameter: Tensor) -> tuple[int, int]:
         if parameter not in self._places:
             pairs = [(p, i) for i, group in enumerate(self.param_groups) for p in group["params"]]
@@ -346,17 +376,24 @@ class HostAdamW(torch.optim.Optimizer):
 
     def _imported(self, loaded: dict[str, Any]) -> defaultdict[Tensor, state.State]:
         keys = chain.from_iterable(group["params"] for group in loaded["param_groups"])
+        parameters = chain.from_iterable(group["params"] for group in self.param_groups)
+        pairs = [(parameter, loaded["state"].get(key)) for key, parameter in zip(keys, parameters, strict=True)]
+        for parameter, saved in pairs:
+            if saved:
+                saved_state.check_saved(parameter, saved)
         states: defaultdict[Tensor, state.State] = defaultdict(dict)
-        for key, parameter in zip(keys, chain.from_iterable(group["params"] for group in self.param_groups), strict=True):
-            saved = loaded["state"].get(key)
+        for parameter, saved in pairs:
+            own, low = self.state.get(parameter, {}), self._is_split(parameter)
+            exact = self.low_half(parameter) if "master_low" in own and low else None
             if not saved:
+                if exact is not None:  # of a step that is still to come, but of the weight that is there
+                    states[parameter] = state.new(parameter, self.moments, amsgrad=False, low=True) | {"master_low": exact}
                 continue
-            own = self.state.get(parameter)
-            if not own:
-                own = state.new(parameter, self.moments, amsgrad="max_exp_avg_sq" in saved, low=self._is_split(parameter))
-            elif "master_low" in own:
-                self.low_half(parameter)
-            state.imported(parameter, own, saved)
+            if not own or not state.lies_like(own, parameter):
+                own = state.new(parameter, self.moments, amsgrad=False, low=low)
+                if exact is not None:
+                    own["master_low"].copy_(exact)
+            saved_state.imported(parameter, own, saved)
             self._versions[parameter] = parameter._version
             states[parameter] = own
         return states
@@ -370,7 +407,7 @@ class HostAdamW(torch.optim.Optimizer):
             held, (group_number, number) = self.state[parameter], self._place(parameter)
             group, t = groups[group_number], int(held["step"].item())
             if (group_number, t) not in scalars:
-                scalars[group_number, t] = _scalars(group, t, grad_scale)
+                scalars[group_number, t] = Scalars.of(group, t, grad_scale)
             updates.append(
                 Update(
                     parameter,
@@ -378,25 +415,9 @@ class HostAdamW(torch.optim.Optimizer):
                     scalars[group_number, t],
                     (t * 0x9E3779B1 + number * 0x85EBCA6B) & 0xFFFFFFFF,
                     *state.moment_tensors(held),
-                    low=self.low_half(parameter) if "master_low" in held else None,
+                    low=self.low_half(parameter) if self._is_split(parameter) else None,
                     max_exp_avg_sq=held["max_exp_avg_sq"] if group["amsgrad"] else None,
-                    working_copy=self._working_copies.get(parameter),
+                    working_copy=self._working_copy(parameter),
                 )
             )
         return updates
-
-
-def _scalars(group: dict[str, Any], t: int, grad_scale: float) -> Scalars:
-    lr, decay, (beta1, beta2) = float(group["lr"]), float(group["weight_decay"]), map(float, group["betas"])
-    decoupled = group["decoupled_weight_decay"]
-    return Scalars(
-        grad_scale=-grad_scale if group["maximize"] else grad_scale,
-        l2=0.0 if decoupled else decay,
-        keep=1 - lr * decay if decoupled else 1.0,
-        step_size=lr / (1 - beta1**t),
-        one_minus_beta1=1 - beta1,
-        beta2=beta2,
-        one_minus_beta2=1 - beta2,
-        inv_sqrt_correction2=(1 - beta2**t) ** -0.5,
-        eps=float(group["eps"]),
-    )

@@ -1,17 +1,20 @@
-"""The compiled kernel: finding it, and running it on the pool's threads."""
+"""The compiled kernel: finding it, and running it on several threads."""
 
 import ctypes
 import functools
 import os
+import time
 import warnings
-from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from lightning_megatrain.optim import arithmetic
-from lightning_megatrain.optim.arithmetic import Scalars, Update
+from lightning_megatrain.optim.arithmetic import Update
+from lightning_megatrain.optim.scalars import Scalars
+from lightning_megatrain.optim.workers import Workers
 
 LIBRARY = Path(__file__).with_name("libhost_adamw.so")
 _FORMS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 3}
@@ -45,12 +48,23 @@ def run(updates: list[Update], threads: int) -> None:
     tensors = (_Tensor * len(updates))(*map(_describe, updates))
     next_piece = ctypes.c_int64(0)
     arguments = (tensors, len(updates), ctypes.byref(next_piece))
+    begun: list[None] = []
+    ended: list[None] = []
+
+    def help_out() -> None:
+        begun.append(None)
+        library.megatrain_host_adamw(*arguments)  # ctypes releases the GIL
+        ended.append(None)
+
+    def wait() -> None:  # one that begins later finds no piece left, and touches no memory
+        while len(ended) < len(begun):
+            time.sleep(1e-5)
+
     pieces = sum(-(-u.param.numel() // arithmetic.PIECE) for u in updates)
-    others = [_pool(threads - 1).submit(library.megatrain_host_adamw, *arguments) for _ in range(min(threads, pieces) - 1)]
-    library.megatrain_host_adamw(*arguments)  # ctypes releases the GIL
-    wait(others)
-    for future in others:
-        future.result()
+    with ExitStack() as whatever_happens:  # Ctrl-C leaves a whole step, and no thread in memory that somebody then frees
+        whatever_happens.callback(wait)
+        whatever_happens.callback(library.megatrain_host_adamw, *arguments)
+        _workers().hand_out(help_out, min(threads, pieces) - 1)
 
 
 @functools.cache
@@ -75,11 +89,12 @@ def load() -> ctypes.CDLL | None:
 
 
 @functools.cache
-def _pool(threads: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(threads, thread_name_prefix="host-adamw")
+def _workers() -> Workers:
+    return Workers()
 
 
-os.register_at_fork(after_in_child=_pool.cache_clear)  # threads do not survive a fork
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_workers.cache_clear)  # threads do not survive a fork
 
 
 def _describe(u: Update) -> _Tensor:

@@ -1,16 +1,17 @@
-"""What HostAdamW holds for each parameter, and how it enters and leaves a state dictionary."""
+"""What HostAdamW holds for each parameter."""
 
-import warnings
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from lightning_megatrain.optim import moments as codes
-from lightning_megatrain.optim.masters import flat, join, split
+from lightning_megatrain.optim.checks import describe, same_layout
+from lightning_megatrain.optim.masters import flat
 
 Moments = Literal["fp32", "bf16", "int8"]
 State = dict[str, Any]
+_ONE_A_TENSOR = ("step", "exp_avg_scales", "exp_avg_sq_scales")
 
 
 def bytes_per_parameter(masters: str = "fp32", moments: Moments = "fp32", *, working_copy: bool = False, amsgrad: bool = False) -> float:
@@ -73,81 +74,39 @@ def full_moments(state: State) -> tuple[Tensor, Tensor]:
     return m_full, v_full
 
 
-def with_full_moments(state: State) -> State:
-    """The state with FP32 moments under torch's names."""
-    if "exp_avg" not in state and "exp_avg_codes" not in state:
-        return state
-    rest = {k: v for k, v in state.items() if not k.startswith("exp_avg")}
-    m, v = full_moments(state)
-    return {**rest, "exp_avg": m, "exp_avg_sq": v}
+_FORMS: dict[tuple[torch.dtype, torch.dtype], Moments] = {
+    (torch.float32, torch.float32): "fp32",
+    (torch.bfloat16, torch.bfloat16): "bf16",
+    (torch.int8, torch.uint8): "int8",
+}
 
 
-def exported(parameter: Tensor, state: State, masters: bool = True) -> State:
-    """The state as it is saved: "master_low" becomes "master", the exact FP32 value, or is left out."""
-    if "master_low" not in state:
-        return state
-    saved = {k: v for k, v in state.items() if k != "master_low"}
-    return {**saved, "master": join(parameter.detach(), state["master_low"])} if masters else saved
-
-
-@torch.no_grad()
-def imported(parameter: Tensor, own: State, saved: State) -> None:
-    """Copy a saved state into a parameter's own, whatever the form of each, and its exact value into the parameter.
-
-    Args:
-        parameter: written where `saved` has a "master" that rounds to it.
-        own: what `new` made; written.
-        saved: a state of HostAdamW, torch's AdamW or torch's Adam.
+def moments_form(state: State) -> Moments:
+    """In what form a state holds its moments.
 
     Raises:
-        ValueError: if shapes differ.
+        TypeError: somebody else put other tensors there.
     """
-    own["step"].fill_(float(saved["step"]))
-    shape = moment_tensors(saved)[0].shape
-    if shape != parameter.shape:
-        raise ValueError(f"the loaded state is of a parameter of shape {tuple(shape)}, this one has {tuple(parameter.shape)}")
-    _import_moments(own, saved)
-    if "max_exp_avg_sq" in own and "max_exp_avg_sq" in saved:
-        own["max_exp_avg_sq"].copy_(saved["max_exp_avg_sq"])
-    if "master" in saved:
-        _import_master(parameter, own, torch.empty_like(parameter, dtype=torch.float32).copy_(saved["master"]))
+    m, v, _, _ = moment_tensors(state)
+    if (m.dtype, v.dtype) not in _FORMS or (m.device.type, v.device.type) != ("cpu", "cpu"):
+        raise TypeError(f"moments {describe(m)} and {describe(v)} are in no form of HostAdamW's; load a state with load_state_dict()")
+    return _FORMS[m.dtype, v.dtype]
 
 
-def _import_moments(own: State, saved: State) -> None:
-    mine, theirs = moment_tensors(own), moment_tensors(saved)
-    if mine[0].dtype == theirs[0].dtype and mine[0].stride() == theirs[0].stride():
-        for to, value in zip(mine, theirs, strict=True):
-            if to is not None and value is not None:
-                to.copy_(value)
-        return
-    m, v = (torch.empty_like(mine[0], dtype=torch.float32).copy_(x) for x in full_moments(saved))
-    if "exp_avg_codes" not in own:
-        own["exp_avg"].copy_(m)
-        own["exp_avg_sq"].copy_(v)
-        return
-    middle = torch.tensor(1 << (codes.NOISE_BITS - 1), dtype=torch.int32).expand(m.numel())  # in place of noise: to the nearest
-    for name, value, encode in (("exp_avg", m, codes.encode_m), ("exp_avg_sq", v, codes.encode_v)):
-        code, scale = encode(flat(value), middle)
-        flat(own[f"{name}_codes"]).copy_(code)
-        own[f"{name}_scales"].copy_(scale)
+def lies_like(state: State, parameter: Tensor) -> bool:
+    """Whether each element's state lies in memory where the element lies; not so once somebody gave the parameter another layout.
 
-
-def _import_master(parameter: Tensor, own: State, master: Tensor) -> None:
-    high, low = split(master)
-    held = parameter.to(torch.bfloat16)
-    exact = parameter.to(torch.float32) == master
-    rounded = (parameter == held) & ((held == high) | (held == master.to(torch.bfloat16)))
-    if not bool((exact | rounded | master.isnan()).all()):
-        warnings.warn(
-            "the FP32 masters in the loaded optimizer state do not round to the model's weights: the weights are kept and their masters "
-            "start from them. Load the model's weights before the optimizer's state.",
-            stacklevel=2,
-        )
-        if "master_low" in own:
-            own["master_low"].zero_()
-        return
-    if "master_low" in own:
-        parameter.copy_(high)
-        own["master_low"].copy_(low)
-    elif parameter.dtype == torch.float32:
-        parameter.copy_(master)
+    Raises:
+        ValueError: the parameter has another shape than it had.
+    """
+    for name, tensor in state.items():
+        if name in _ONE_A_TENSOR:
+            continue
+        if tensor.shape != parameter.shape:
+            raise ValueError(
+                f"a parameter of shape {tuple(tensor.shape)} has become {tuple(parameter.shape)} since its last step. Make a new "
+                "optimizer, or delete optimizer.state[parameter] to begin it again"
+            )
+        if not same_layout(tensor, parameter):
+            return False
+    return True

@@ -207,3 +207,63 @@ def test_hooks_on_loading_see_the_state_itself() -> None:
     other.load_state_dict(optimizer.state_dict())
     assert len(seen) == 2
     assert torch.equal(*seen)
+
+
+def test_a_state_that_is_refused_changes_nothing() -> None:
+    params, optimizer = make(amsgrad=True)
+    steps(params, optimizer, 0, 1)
+    for other, words in ((make(moments="int8")[1], "amsgrad needs exact"), (make(moments="bf16")[1], "amsgrad needs exact")):
+        with pytest.raises(ValueError, match=words):
+            other.load_state_dict(optimizer.state_dict())
+        assert not other.state
+        assert not other.param_groups[0]["amsgrad"]
+    momentum = torch.optim.SGD(params, momentum=0.9)
+    steps(params, momentum, 0, 1)
+    saved = {"state": momentum.state_dict()["state"], "param_groups": optimizer.state_dict()["param_groups"]}
+    with pytest.raises(ValueError, match=r"momentum_buffer.*exp_avg"):
+        make()[1].load_state_dict(saved)
+
+
+def test_amsgrad_comes_and_goes_with_what_is_loaded() -> None:
+    params, optimizer = make(amsgrad=True)
+    steps(params, optimizer, 0, 2)
+    again, other = make()
+    steps(again, other, 0, 1)
+    plain = copy.deepcopy(other.state_dict())
+    other.load_state_dict(optimizer.state_dict())
+    for parameter, weight in zip(again, params, strict=True):
+        parameter.data.copy_(weight)
+    steps(params, optimizer, 2, 4)
+    steps(again, other, 2, 4)
+    assert all(torch.equal(a, b) for a, b in zip(params, again, strict=True))
+    other.load_state_dict(plain)
+    assert "max_exp_avg_sq" not in other.state[again[0]]
+    steps(again, other, 4, 5)
+
+
+def test_a_parameter_without_a_saved_state_keeps_its_exact_value() -> None:
+    params, optimizer = make()
+    for parameter, grad in zip(params[1:], gradients(0)[1:], strict=True):
+        parameter.grad = grad
+    optimizer.step()
+    halves, split = make("split")
+    for half, parameter in zip(halves, params, strict=True):
+        split.set_master(half, parameter.detach().clone())
+    split.load_state_dict(optimizer.state_dict())
+    assert all(torch.equal(split.master(half), parameter) for half, parameter in zip(halves, params, strict=True))
+    steps(params, optimizer, 1, 3)
+    steps(halves, split, 1, 3)
+    assert all(torch.equal(split.master(half), parameter) for half, parameter in zip(halves, params, strict=True))
+
+
+def test_how_a_saved_step_ran_does_not_matter() -> None:
+    params, optimizer = make()
+    steps(params, optimizer, 0, 1)
+    saved = optimizer.state_dict()
+    saved["param_groups"][0] |= {"capturable": True, "fused": True, "foreach": None}
+    del saved["param_groups"][0]["decoupled_weight_decay"]  # of an older torch
+    saved["state"][0]["step"] = 1  # of a much older one
+    _, other = make()
+    other.load_state_dict(saved)
+    assert not other.param_groups[0]["capturable"]
+    assert other.param_groups[0]["decoupled_weight_decay"]

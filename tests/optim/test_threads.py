@@ -1,0 +1,190 @@
+"""The kernel's threads: their number, forks, steps at once, and Ctrl-C."""
+
+import multiprocessing
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_megatrain.optim import HostAdamW, arithmetic, kernel
+from lightning_megatrain.optim.arithmetic import PIECE, Update
+from lightning_megatrain.optim.scalars import Scalars
+
+SIZES = [PIECE + 5, 3 * PIECE, 7]
+
+
+def make(threads: int | None) -> tuple[list[nn.Parameter], HostAdamW]:
+    generator = torch.Generator().manual_seed(0)
+    params = [nn.Parameter(torch.randn(n, generator=generator)) for n in SIZES]
+    for parameter in params:
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+    return params, HostAdamW(params, lr=1e-2, threads=threads)
+
+
+def expected(steps: int) -> list[torch.Tensor]:
+    params, optimizer = make(1)
+    for _ in range(steps):
+        optimizer.step()
+    return [p.detach() for p in params]
+
+
+def same(params: list[nn.Parameter], steps: int) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(params, expected(steps), strict=True))
+
+
+def test_the_number_of_threads_may_change_between_steps() -> None:
+    params, optimizer = make(None)
+    before = torch.get_num_threads()
+    for threads in (1, 3, 2):
+        torch.set_num_threads(threads)
+        optimizer.step()
+    torch.set_num_threads(before)
+    assert same(params, 3)
+
+
+def test_two_optimizers_may_step_at_once() -> None:
+    fields = [make(2) for _ in range(3)]
+    threads = [threading.Thread(target=lambda o=o: [o.step() for _ in range(4)]) for _, o in fields]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(same(params, 4) for params, _ in fields)
+
+
+def _step_and_compare(threads: int) -> None:
+    params, optimizer = make(threads)
+    optimizer.step()
+    os._exit(0 if same(params, 1) else 1)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+def test_a_forked_process_has_threads_of_its_own() -> None:
+    torch.set_num_threads(1)  # torch's own threads do not survive a fork
+    _, optimizer = make(3)
+    optimizer.step()
+    child = multiprocessing.get_context("fork").Process(target=_step_and_compare, args=(3,))
+    child.start()
+    child.join(300)
+    assert child.exitcode == 0
+    optimizer.step()
+
+
+INTERRUPTED = """
+import os, signal, sys, threading, time
+import torch
+from lightning_megatrain.optim import HostAdamW, kernel
+weight = torch.nn.Parameter(torch.zeros(1 << 24))
+optimizer = HostAdamW([weight], lr=1.0, weight_decay=0.0, threads=2)
+weight.grad = torch.ones(1 << 24)
+kernel.load()
+begun, describe = threading.Event(), kernel._describe
+def _describe(update):
+    begun.set()
+    return describe(update)
+kernel._describe = _describe
+def interrupt():
+    begun.wait()
+    os.kill(os.getpid(), signal.SIGINT)
+threading.Thread(target=interrupt).start()
+version = weight._version
+try:
+    optimizer.step()
+    time.sleep(60)
+except KeyboardInterrupt:
+    sys.exit(0 if bool((weight.detach() != 0).all()) and weight._version > version else 1)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals")
+def test_ctrl_c_leaves_no_thread_at_work_and_no_half_step() -> None:
+    assert subprocess.run([sys.executable, "-c", INTERRUPTED], check=False, timeout=300).returncode == 0
+
+
+def test_where_no_thread_can_begin_the_caller_does_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    kernel._workers.cache_clear()
+    params, optimizer = make(4)
+    optimizer.step()
+    kernel._workers.cache_clear()
+    assert same(params, 1)
+
+
+def test_ctrl_c_during_the_kernel_waits_for_the_other_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C is seen when the kernel returns, and another thread may still be at its last piece then."""
+    begun, ended = threading.Event(), threading.Event()
+
+    class Library:
+        def megatrain_host_adamw(self, *_: object) -> None:
+            if threading.current_thread() is threading.main_thread():
+                assert begun.wait(300)
+                raise KeyboardInterrupt
+            begun.set()
+            threading.Event().wait(0.2)
+            ended.set()
+
+    monkeypatch.setattr(kernel, "load", Library)
+    params, optimizer = make(2)
+    versions = [p._version for p in params]
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    assert ended.is_set()
+    assert all(p._version > version for p, version in zip(params, versions, strict=True))
+
+
+def test_ctrl_c_before_the_kernel_still_leaves_a_whole_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(_: object, job: object, times: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(kernel.Workers, "hand_out", interrupted)
+    params, optimizer = make(2)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    monkeypatch.undo()
+    assert same(params, 1)
+
+
+def test_places_beyond_two_to_the_31_are_reached() -> None:
+    """Untouched zeros take no memory: only the last piece of a tensor of 2^31 and some elements is updated here, and in torch."""
+    n = (1 << 31) + PIECE + 100
+    begin = (n - 1) // PIECE * PIECE
+    try:
+        update = Update(
+            torch.zeros(n, dtype=torch.bfloat16),
+            torch.zeros(n, dtype=torch.bfloat16),
+            Scalars.of(torch.optim.AdamW([nn.Parameter(torch.zeros(1))]).defaults, 1, 1.0),
+            seed=7,
+            exp_avg=torch.zeros(n, dtype=torch.int8),
+            exp_avg_sq=torch.zeros(n, dtype=torch.uint8),
+            exp_avg_scale=torch.zeros(-(-n // 256)),
+            exp_avg_sq_scale=torch.zeros(-(-n // 256)),
+        )
+    except RuntimeError:
+        pytest.skip("this machine promises no 13 GB of memory that are not used")
+    torch.manual_seed(0)
+    update.param[begin:] = torch.randn(n - begin)
+    update.grad[begin:] = torch.randn(n - begin)
+    written = ("param", "exp_avg", "exp_avg_sq")
+    before = {name: getattr(update, name)[begin:].clone() for name in written}
+    library = kernel.load()
+    assert library is not None
+    first = kernel.ctypes.c_int64(begin // PIECE)
+    library.megatrain_host_adamw((kernel._Tensor * 1)(kernel._describe(update)), 1, kernel.ctypes.byref(first))
+    compiled = {name: getattr(update, name)[begin:].clone() for name in written}
+    scales = update.exp_avg_scale[begin // 256 :].clone()
+    for name in written:
+        getattr(update, name)[begin:] = before[name]
+    update.exp_avg_scale[begin // 256 :] = 0
+    update.exp_avg_sq_scale[begin // 256 :] = 0
+    arithmetic._step_piece(update, begin, n)
+    for name in written:
+        assert torch.equal(compiled[name].view(torch.uint8), getattr(update, name)[begin:].view(torch.uint8)), name
+        assert not torch.equal(compiled[name].view(torch.uint8), before[name].view(torch.uint8)), name
+    assert torch.equal(scales, update.exp_avg_scale[begin // 256 :])
