@@ -8,7 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
 # What an installation depends on: when one of these changes, the next command installs again.
-INSTALLED_FROM := pyproject.toml constraints.txt $(wildcard setup.py lightning_megatrain/optim/*.c)
+INSTALLED_FROM := pyproject.toml constraints.txt $(wildcard setup.py lightning_megatrain/optim/*.[ch])
 
 .PHONY: demo test test-long test-all lint format typecheck clean
 

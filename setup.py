@@ -17,6 +17,7 @@ from setuptools.command.build_ext import build_ext
 
 LIBRARY = "lightning_megatrain.optim.libhost_adamw"
 SOURCE = "lightning_megatrain/optim/host_adamw.c"
+HEADERS = ["lightning_megatrain/optim/number_forms.h", "lightning_megatrain/optim/moment_codes.h"]
 # No -ffast-math and no contraction: every clone, and the same steps in torch, must give the same bits.
 FLAGS = ["-std=gnu11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared"]
 
@@ -33,7 +34,7 @@ def compiler() -> list[str]:
 
 
 class BuildLibrary(build_ext):
-    """Compiles the one source file into a library without Python's name tags."""
+    """Compiles the source into a library without Python's name tags."""
 
     def get_ext_filename(self, fullname: str) -> str:
         """Name the file: nothing of it depends on the Python version."""
@@ -62,6 +63,6 @@ class PlatformWheel(bdist_wheel):
 
 
 setup(
-    ext_modules=[Extension(LIBRARY, [SOURCE], optional=True)] if compiler() else [],
+    ext_modules=[Extension(LIBRARY, [SOURCE], depends=HEADERS, optional=True)] if compiler() else [],
     cmdclass={"build_ext": BuildLibrary, "bdist_wheel": PlatformWheel},
 )

@@ -13,14 +13,11 @@
 #include <stdint.h>
 #include <string.h>
 
-#if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
-#error "pairs are read with the first element in the low half"
-#endif
+#include "moment_codes.h"
+#include "number_forms.h"
 
-#define BLOCK 256           /* elements that share one scale in 8-bit moments */
 #define PIECE ((int64_t)1 << 18)
 #define FORMAT ((int64_t)2) /* as kernel.py has it */
-#define INLINE static inline __attribute__((always_inline))
 #if defined(__clang__) /* no array of a step overlaps another */
 #define INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
 #else
@@ -33,9 +30,7 @@
 #define CLONES
 #endif
 
-enum { FP32 = 0, BF16 = 1, SPLIT = 2, INT8 = 3 };
-
-/* One step of one group; mirrored field by field by arithmetic.py. */
+/* One step of one group; mirrored field by field by scalars.py. */
 struct scalars {
     float grad_scale, l2, keep, step_size, one_minus_beta1, beta2, one_minus_beta2, inv_sqrt_correction2, eps;
 };
@@ -54,119 +49,6 @@ struct tensor {
     uint32_t seed;          /* of this step's stochastic rounding */
     struct scalars scalars;
 };
-
-INLINE float as_float(uint32_t bits) { float f; memcpy(&f, &bits, 4); return f; }
-INLINE uint32_t as_bits(float f) { uint32_t b; memcpy(&b, &f, 4); return b; }
-INLINE uint32_t number_bits(float f) { return f != f ? 0x7fc00000u : as_bits(f); } /* so that no NaN wraps round when it is rounded */
-INLINE float with_sign(float sign, float positive) { return (int32_t)as_bits(sign) < 0 ? -positive : positive; }
-INLINE uint32_t larger(uint32_t a, uint32_t b) { return a > b ? a : b; }
-
-/* ---- values: in BF16, and exact in two halves: fp32 bits = (bf16 bits << 16) + low ---- */
-
-INLINE uint32_t nearest_bf16(float f) { /* in the upper half; ties to even, as torch's cast */
-    uint32_t b = number_bits(f);
-    return b + 0x7fffu + ((b >> 16) & 1);
-}
-
-INLINE uint32_t high_half(float f) { return number_bits(f) + 0x8000u; } /* in the upper half; ties away from zero */
-
-INLINE float exact(uint32_t high, int32_t low) {
-    /* A weight that someone zeroed beside us (a pruning mask) may keep a negative low half; zero minus something would read as NaN. */
-    uint32_t sum = high + (uint32_t)low;
-    return as_float((int32_t)(sum ^ high) < 0 ? high : sum);
-}
-
-INLINE float load(int form, const void *values, const uint16_t *low, int64_t i) {
-    if (form == FP32) return ((const float *)values)[i];
-    uint32_t high = (uint32_t)((const uint16_t *)values)[i] << 16;
-    return form == SPLIT ? exact(high, (int16_t)low[i]) : as_float(high);
-}
-
-INLINE void store(int form, void *values, uint16_t *low, int64_t i, float f) {
-    if (form == FP32) {
-        ((float *)values)[i] = f;
-    } else if (form == SPLIT) {
-        low[i] = (uint16_t)number_bits(f);
-        ((uint16_t *)values)[i] = (uint16_t)(high_half(f) >> 16);
-    } else {
-        ((uint16_t *)values)[i] = (uint16_t)(nearest_bf16(f) >> 16);
-    }
-}
-
-/* The same for neighbours 2j and 2j + 1 in one word, which comes apart by a shift and a mask, without moves between vector lanes. */
-typedef uint32_t two_of_16 __attribute__((aligned(2), may_alias));
-typedef uint16_t two_of_8 __attribute__((aligned(1), may_alias));
-struct pair { float first, second; };
-
-INLINE uint32_t upper_halves(uint32_t first, uint32_t second) { return first >> 16 | (second & 0xffff0000u); }
-
-INLINE struct pair load_pair(int form, const void *values, const uint16_t *low, int64_t j) {
-    if (form == FP32) return (struct pair){((const float *)values)[2 * j], ((const float *)values)[2 * j + 1]};
-    uint32_t both = ((const two_of_16 *)values)[j], first = both << 16, second = both & 0xffff0000u;
-    if (form == BF16) return (struct pair){as_float(first), as_float(second)};
-    uint32_t lows = ((const two_of_16 *)low)[j];
-    return (struct pair){exact(first, (int32_t)(lows << 16) >> 16), exact(second, (int32_t)lows >> 16)};
-}
-
-INLINE void store_pair(int form, void *values, uint16_t *low, int64_t j, struct pair f) {
-    if (form == FP32) {
-        ((float *)values)[2 * j] = f.first;
-        ((float *)values)[2 * j + 1] = f.second;
-    } else if (form == SPLIT) {
-        ((two_of_16 *)low)[j] = (number_bits(f.first) & 0xffffu) | number_bits(f.second) << 16;
-        ((two_of_16 *)values)[j] = upper_halves(high_half(f.first), high_half(f.second));
-    } else {
-        ((two_of_16 *)values)[j] = upper_halves(nearest_bf16(f.first), nearest_bf16(f.second));
-    }
-}
-
-/* ---- 8-bit moments: the top bits of the float 1 + x, x = moment / unit, with the moment's sign, as telephones code sound. Three bits
- * follow the leading one, so codes lie 6 to 12 % apart, and evenly below the unit. m: sign and 4 bits of exponent; v: 5. The unit is
- * scale 2^-16 and scale 2^-32, the scale a power of two that makes the largest of the block fit. ---- */
-
-#define ONE 0x3f800000u
-#define UNIT_M 0x1p-16f
-#define UNIT_V 0x1p-32f
-
-INLINE float block_scale(uint32_t most) { /* most: bits of the largest magnitude; as integers NaN > inf > finite, so none is lost */
-    uint32_t b = as_bits(as_float(most) * 0x1.12p0f) & 0x7fffffffu;
-    if (b >= 0x7f000000u) return as_float(0x7fc00000u); /* not finite, or its power of two is not */
-    float scale = as_float((b + 0x7fffffu) & 0x7f800000u);
-    return scale > 0x1p-90f ? scale : 0x1p-90f;
-}
-
-/* 1 + x is a BF16 number. */
-INLINE uint16_t expand_m(int8_t code) { return (uint16_t)((((uint32_t)code << 4) & 0x87f0u) + (ONE >> 16)); }
-INLINE uint16_t expand_v(uint8_t code) { return (uint16_t)(((uint32_t)code << 4) + (ONE >> 16)); }
-INLINE float decode(float expanded, float unit) { return (expanded - with_sign(expanded, 1.0f)) * unit; }
-
-/* Of the two codes around a value one is drawn, so that the value is right on average. `noise` has ONE subtracted. */
-INLINE uint32_t encode_m(float m, float per_unit, uint32_t noise) {
-    float x = m * per_unit;
-    uint32_t drawn = as_bits(x + with_sign(x, 1.0f)) + noise;
-    return (drawn >> 20 & 0x7fu) | (drawn >> 24 & 0x80u);
-}
-
-INLINE uint32_t encode_v(float v, float per_unit, uint32_t noise) {
-    int32_t drawn = (int32_t)(as_bits(v * per_unit + 1.0f) + noise);
-    return (uint32_t)(drawn > 1 << 20 ? drawn : 1 << 20) >> 20; /* never zero: it is divided by */
-}
-
-/* ---- noise for stochastic rounding. Element i's 32 random bits are place[i % BLOCK] ^ block[i / BLOCK], both hashes: they do not depend
- * on the order of work, cost one operation, and any two elements' are independent, which is all that a mean and a variance need. BF16
- * takes 16 of them for m and the other 16 for v; INT8 takes 20 each, of which the last 8 of v's are the first of m's. ---- */
-
-struct noise { uint32_t m[2][BLOCK / 2], v[2][BLOCK / 2]; }; /* of all first, of all second neighbours of a block */
-
-INLINE uint32_t noise_m(int form, uint32_t bits) { return bits & (form == BF16 ? 0xffffu : 0xfffffu); }
-INLINE uint32_t noise_v(int form, uint32_t bits) { return bits >> (form == BF16 ? 16 : 12); }
-
-INLINE uint32_t hash(uint32_t seed, uint32_t index) {
-    uint32_t x = index ^ seed;
-    x ^= x >> 16; x *= 0x7feb352du;
-    x ^= x >> 15; x *= 0x846ca68bu;
-    return x ^ (x >> 16);
-}
 
 /* ---- the update; forms are constants where these are inlined ---- */
 
@@ -201,21 +83,26 @@ INLINE void step_fp32(const struct tensor *tensor, int64_t o, int param_form, in
 #define FETCH_NEXT(array, form) \
     for (int b = 0; b < BLOCK * bytes(form); b += 64) __builtin_prefetch((const char *)(array) + (o + BLOCK) * bytes(form) + b)
 
-INLINE int bytes(int form) { return form == FP32 ? 4 : form == INT8 ? 1 : 2; }
+/* What the loops over a block hand on, in the first-level cache: of first, then of second neighbours. */
+struct scratch {
+    float m[2][BLOCK / 2], v[2][BLOCK / 2], way[2][BLOCK / 2];
+    two_of_16 expanded_m[BLOCK / 2], expanded_v[BLOCK / 2]; /* INT8 */
+    uint32_t codes_m[BLOCK / 2], codes_v[BLOCK / 2];        /* INT8 */
+    struct noise noise;                                     /* the same for all blocks */
+};
 
 /* The same with moments in BF16 or INT8, which arithmetic bounds: in pairs, and in loops short enough for the processor to look ahead. The
  * encoding runs beside root and quotient, which keep only the divider busy. */
 INLINE void step_small(const struct tensor *tensor, int64_t o, int param_form, int grad_form, int has_copy, int moment_form,
-                       const struct noise *noise, uint32_t key) {
+                       struct scratch *at, uint32_t key) {
     const struct tensor copied = *tensor, *t = &copied;
     const struct scalars *k = &t->scalars;
     const uint32_t key_m = noise_m(moment_form, key), key_v = noise_v(moment_form, key);
     two_of_16 *m16 = (two_of_16 *)t->m + o / 2, *v16 = (two_of_16 *)t->v + o / 2;
     two_of_8 *m8 = (two_of_8 *)t->m + o / 2, *v8 = (two_of_8 *)t->v + o / 2;
-    float m[2][BLOCK / 2], v[2][BLOCK / 2], way[2][BLOCK / 2]; /* first and second neighbours */
-    /* of INT8 only: */
-    two_of_16 expanded_m[BLOCK / 2], expanded_v[BLOCK / 2];
-    uint32_t codes_m[BLOCK / 2], codes_v[BLOCK / 2], most_m = 0, most_v = 0;
+    float (*m)[BLOCK / 2] = at->m, (*v)[BLOCK / 2] = at->v, (*way)[BLOCK / 2] = at->way;
+    const struct noise *noise = &at->noise;
+    uint32_t most_m = 0, most_v = 0; /* from here on for INT8 only */
     float unit_m = 0, unit_v = 0, per_unit_m = 0, per_unit_v = 0;
 
     FETCH_NEXT(t->m, moment_form);
@@ -223,17 +110,17 @@ INLINE void step_small(const struct tensor *tensor, int64_t o, int param_form, i
     if (moment_form == INT8) {
         unit_m = t->m_scale[o / BLOCK] * UNIT_M, unit_v = t->v_scale[o / BLOCK] * UNIT_V;
         INDEPENDENT for (int i = 0; i < BLOCK; i++) {
-            ((uint16_t *)expanded_m)[i] = expand_m(((int8_t *)m8)[i]);
-            ((uint16_t *)expanded_v)[i] = expand_v(((uint8_t *)v8)[i]);
+            ((uint16_t *)at->expanded_m)[i] = expand_m(((int8_t *)m8)[i]);
+            ((uint16_t *)at->expanded_v)[i] = expand_v(((uint8_t *)v8)[i]);
         }
-        m16 = expanded_m, v16 = expanded_v;
+        m16 = at->expanded_m, v16 = at->expanded_v;
     }
     FETCH_NEXT(t->grad, grad_form);
     EACH_PAIR {
         struct pair g = load_pair(grad_form, t->grad, 0, o / 2 + j), old_m = load_pair(BF16, m16, 0, j), old_v = load_pair(BF16, v16, 0, j);
         if (moment_form == INT8) {
-            old_m = (struct pair){decode(old_m.first, unit_m), decode(old_m.second, unit_m)};
-            old_v = (struct pair){decode(old_v.first, unit_v), decode(old_v.second, unit_v)};
+            old_m = (struct pair){decode_m(old_m.first, unit_m), decode_m(old_m.second, unit_m)};
+            old_v = (struct pair){decode_v(old_v.first, unit_v), decode_v(old_v.second, unit_v)};
         }
         struct moments a = average(k, g.first, old_m.first, old_v.first), b = average(k, g.second, old_m.second, old_v.second);
         m[0][j] = a.m, m[1][j] = b.m, v[0][j] = a.v, v[1][j] = b.v;
@@ -255,8 +142,8 @@ INLINE void step_small(const struct tensor *tensor, int64_t o, int param_form, i
             m16[j] = upper_halves(number_bits(m0) + for_m0, number_bits(m1) + for_m1);
             v16[j] = upper_halves(number_bits(v0) + for_v0, number_bits(v1) + for_v1);
         } else {
-            codes_m[j] = encode_m(m0, per_unit_m, for_m0) | encode_m(m1, per_unit_m, for_m1) << 8;
-            codes_v[j] = encode_v(v0, per_unit_v, for_v0) | encode_v(v1, per_unit_v, for_v1) << 8;
+            at->codes_m[j] = encode_m(m0, per_unit_m, for_m0) | encode_m(m1, per_unit_m, for_m1) << 8;
+            at->codes_v[j] = encode_v(v0, per_unit_v, for_v0) | encode_v(v1, per_unit_v, for_v1) << 8;
         }
     }
     EACH_PAIR {
@@ -266,7 +153,7 @@ INLINE void step_small(const struct tensor *tensor, int64_t o, int param_form, i
         if (has_copy) store_pair(BF16, t->copy, 0, o / 2 + j, p);
     }
     if (moment_form == INT8) {
-        EACH_PAIR m8[j] = (uint16_t)codes_m[j], v8[j] = (uint16_t)codes_v[j];
+        EACH_PAIR m8[j] = (uint16_t)at->codes_m[j], v8[j] = (uint16_t)at->codes_v[j];
         if (!(per_unit_m > 0.0f)) memset(m8, 1, BLOCK); /* not finite: decodes to NaN as a whole */
         if (!(per_unit_v > 0.0f)) memset(v8, 1, BLOCK);
     }
@@ -275,18 +162,18 @@ INLINE void step_small(const struct tensor *tensor, int64_t o, int param_form, i
 /* Whole blocks from begin to end, of a common form. The first is number `block` of its tensor. */
 CLONES static void step_common(const struct tensor *t, int64_t begin, int64_t end, uint32_t block) {
     const uint32_t key = hash(t->seed, BLOCK), less = t->moment_form == INT8 ? ONE : 0;
-    struct noise noise;
+    struct scratch at __attribute__((aligned(64)));
     if (t->moment_form != FP32) {
         for (uint32_t i = 0; i < BLOCK; i++) {
-            noise.m[i & 1][i / 2] = noise_m(t->moment_form, hash(t->seed, i)) - less;
-            noise.v[i & 1][i / 2] = noise_v(t->moment_form, hash(t->seed, i)) - less;
+            at.noise.m[i & 1][i / 2] = noise_m(t->moment_form, hash(t->seed, i)) - less;
+            at.noise.v[i & 1][i / 2] = noise_v(t->moment_form, hash(t->seed, i)) - less;
         }
     }
 #define BLOCKS for (int64_t o = begin; o < end; o += BLOCK, block++)
-#define STEP(param, grad, has_copy)                                                                                 \
-    if (t->moment_form == FP32) BLOCKS step_fp32(t, o, param, grad, has_copy, 0);                                   \
-    else if (t->moment_form == BF16) BLOCKS step_small(t, o, param, grad, has_copy, BF16, &noise, hash(key, block)); \
-    else BLOCKS step_small(t, o, param, grad, has_copy, INT8, &noise, hash(key, block))
+#define STEP(param, grad, has_copy)                                                                               \
+    if (t->moment_form == FP32) BLOCKS step_fp32(t, o, param, grad, has_copy, 0);                                 \
+    else if (t->moment_form == BF16) BLOCKS step_small(t, o, param, grad, has_copy, BF16, &at, hash(key, block)); \
+    else BLOCKS step_small(t, o, param, grad, has_copy, INT8, &at, hash(key, block))
     const int split = t->param_form == SPLIT, half = t->grad_form == BF16;
     if (t->v_max) { BLOCKS step_fp32(t, o, FP32, FP32, 0, 1); }
     else if (split && half) { STEP(SPLIT, BF16, 0); }
