@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 
 def describe(tensor: Tensor) -> str:
@@ -46,7 +47,7 @@ def check_parameter(parameter: Tensor, masters: str) -> None:
             f"HostAdamW updates parameters in host memory, this one is {describe(parameter)}; move it with .cpu(), "
             "or give it to torch.optim.AdamW(fused=True)"
         )
-    if hasattr(parameter, "__tensor_flatten__") or parameter.is_inference():
+    if _is_made_of_others(parameter) or parameter.is_inference():
         raise TypeError(
             f"HostAdamW writes a parameter's own memory, and a {type(parameter).__name__} {describe(parameter)} has none that it may write "
             "(FSDP2 and tensor parallelism shard it, quantization packs it, inference mode freezes it); use torch.optim.AdamW(fused=True)"
@@ -94,7 +95,7 @@ def checked_gradient(parameter: Tensor, gradient: Tensor | None) -> Tensor:
             "HostAdamW takes dense gradients, not sparse ones; make the embedding with sparse=False, or give its parameters to "
             "torch.optim.SparseAdam"
         )
-    if hasattr(gradient, "__tensor_flatten__"):
+    if _is_made_of_others(gradient):
         raise TypeError(f"HostAdamW reads a gradient's own memory, and a {type(gradient).__name__} has none; give it .to_local()")
     if gradient.device.type != "cpu":
         raise TypeError(f"HostAdamW takes gradients in host memory, this one is {describe(gradient)}; move it with .cpu()")
@@ -104,6 +105,10 @@ def checked_gradient(parameter: Tensor, gradient: Tensor | None) -> Tensor:
     if dtype == gradient.dtype and same_layout(parameter, gradient) and not gradient.is_neg():
         return gradient
     return torch.empty_like(parameter, dtype=dtype, requires_grad=False).copy_(gradient)
+
+
+def _is_made_of_others(tensor: Tensor) -> bool:
+    return type(tensor) not in (Tensor, Parameter) and hasattr(tensor, "__tensor_flatten__")
 
 
 @functools.cache

@@ -250,11 +250,7 @@ class HostAdamW(torch.optim.Optimizer):
         Zero once someone else has written the parameter, whose value is then the whole value.
         """
         self.allocate([parameter])
-        low: Tensor = self.state[parameter]["master_low"]
-        if self._versions.setdefault(parameter, parameter._version) != parameter._version:
-            low.zero_()
-            self._versions[parameter] = parameter._version
-        return low
+        return self._valid_low_half(parameter)
 
     @torch.no_grad()
     def set_master(self, parameter: Tensor, value: Tensor) -> None:
@@ -359,6 +355,13 @@ class HostAdamW(torch.optim.Optimizer):
     def _is_split(self, parameter: Tensor) -> bool:
         return self.masters == "split" and parameter.dtype == torch.bfloat16
 
+    def _valid_low_half(self, parameter: Tensor) -> Tensor:
+        low: Tensor = self.state[parameter]["master_low"]
+        if self._versions.setdefault(parameter, parameter._version) != parameter._version:
+            low.zero_()
+            self._versions[parameter] = parameter._version
+        return low
+
     def _working_copy(self, parameter: Tensor) -> Tensor | None:
         copy = self._working_copies.get(parameter)
         if copy is not None and not (parameter.dtype == torch.float32 and same_layout(parameter, copy)):
@@ -415,7 +418,7 @@ class HostAdamW(torch.optim.Optimizer):
                     scalars[group_number, t],
                     (t * 0x9E3779B1 + number * 0x85EBCA6B) & 0xFFFFFFFF,
                     *state.moment_tensors(held),
-                    low=self.low_half(parameter) if self._is_split(parameter) else None,
+                    low=self._valid_low_half(parameter) if "master_low" in held else None,  # as `allocate` has it
                     max_exp_avg_sq=held["max_exp_avg_sq"] if group["amsgrad"] else None,
                     working_copy=self._working_copy(parameter),
                 )
