@@ -16,6 +16,9 @@ from lightning_megatrain.engine.lanes import Event, Lanes
 from lightning_megatrain.engine.placement import Place, place, places_of
 from lightning_megatrain.engine.sources import OnTheWay, SplitWeights, exact_dtype
 
+_FIRST = 1 << 62
+"""Above every number that autograd gives to a node; accumulators have the largest there is."""
+
 
 class _Bind(torch.autograd.Function):
     """The device copy as a function of the host parameter: its gradient goes to the host."""
@@ -38,6 +41,15 @@ class _Bind(torch.autograd.Function):
         residents.gradients.listen(node, ctx.parameter)
         residents.gradients.deliver([(ctx.parameter, gradient)])
         return None, None, None, None
+
+
+def _run_when_ready(bound: Tensor) -> None:
+    """Lets a copy's gradient go to the host once it is final, as the head's is before any layer's backward has run.
+
+    Of what is ready autograd runs first what was made last, and a copy is made before all that uses it. Copies keep their own order.
+    """
+    if bound.grad_fn is not None:
+        bound.grad_fn._set_sequence_nr(_FIRST + bound.grad_fn._sequence_nr())  # type: ignore[attr-defined]
 
 
 @dataclass
@@ -190,6 +202,7 @@ class Residents:
             resident.copy, resident.taken = copy, (copy._version, checksum(copy))
             with torch.enable_grad():
                 resident.bound = _Bind.apply(self, resident.name, copy, resident.parameter)
+                _run_when_ready(resident.bound)
         resident.holding = self._accounting.hold("resident", [copy])
         resident.stamp = resident.now()
         place(resident.places, resident.bound)

@@ -47,14 +47,18 @@ def device_peak_bytes(
     weights = 2 * layer_weights + (embedding if config.tie_word_embeddings else 2 * embedding) + width  # two slots, and what is resident
     hidden, query, key = tokens * width, tokens * queries, tokens * keys
     kept = min(layers, 2) if saved_inputs == "host" else layers
-    # While backward is `done` layers from the end: inputs of the layers to come, and gradients of two layers on their way to the host.
-    around = max(min(kept, layers - done) * hidden + min(done, 2) * layer_weights for done in range(layers))
+    # While backward is `done` layers from the end: inputs of the layers to come, and gradients of two layers on their way to the host. That
+    # of the head has left by the second layer; where it is the embedding's as well it waits for the rest of that until backward ends.
+    around = max(
+        min(kept, layers - done) * hidden + min(done, 2) * layer_weights + (embedding if done == 0 or config.tie_word_embeddings else 0)
+        for done in range(layers)
+    )
     rotary = 2 * tokens * head
     exact = tokens * (4 * config.num_attention_heads + 4 + 6 * 8)  # log-sum-exps and losses in FP32; ids, labels, positions
 
     # In both: the first norm's output, the gradient of the layer's output, that of the hidden states between attention and MLP; queries,
-    # keys and values; what attention returned. Resident gradients (here the head's) leave when backward ends.
-    in_layer = around + 3 * hidden + 2 * query + 2 * key + rotary + weights + embedding
+    # keys and values; what attention returned.
+    in_layer = around + 3 * hidden + 2 * query + 2 * key + rotary + weights
     # The hidden states between, the second norm's output; of a slice: gate, up, their product and gradients of them.
     in_mlp = (2 * hidden + 6 * min(token_slice, tokens) * inner + width * inner) * size + 4 * mlp_weights  # sums of gradients in FP32
     in_attention = (2 * query + 2 * key + mlp_weights + width * queries) * size  # gradients

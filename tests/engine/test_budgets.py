@@ -172,6 +172,23 @@ def test_what_a_layer_returned_again_is_given_back_before_its_backward() -> None
         assert [layer.held for layer in model] == 3 * [[False]]
 
 
+def live_in_the_last_backward(vocabulary: int) -> int:
+    """Bytes on the device when backward has come to the first layer."""
+    found: list[int] = []
+    with emulated_device() as device:
+        model = Tower(layers=4, vocabulary=vocabulary)
+        model.blocks[0].norm.register_forward_hook(lambda *_: found.append(device.live_bytes))
+        with Engine(model, "emu"):
+            loss_of(model, tokens(device="emu")).backward()
+    _, in_backward = found
+    return in_backward
+
+
+def test_the_head_s_gradient_leaves_while_layers_run_backward() -> None:
+    grown = live_in_the_last_backward(4096) - live_in_the_last_backward(2048)
+    assert grown == (2 * 16 + 1) * 2048 * 4  # the embedding, the head and its bias, in FP32, and no gradient of them
+
+
 def test_saved_inputs_are_given_back_by_backward_and_by_a_dropped_graph() -> None:
     model = Tower(layers=3)
     with Engine(model) as engine:

@@ -65,6 +65,7 @@ SIZES = {
     "attention": (llama(64, 64, 4, 4, 4, 128), 768, 64, 64),
     "attention of grouped heads": (llama(128, 128, 3, 8, 4, 128), 512, 64, 64),
     "mlp": (llama(64, 384, 5, 4, 1, 128), 512, 128, 64),
+    "mlp, with a head that counts": (llama(64, 384, 5, 4, 1, 1024), 512, 512, 64),
     "loss": (llama(64, 96, 3, 2, 2, 2048), 512, 64, 256),
 }
 
