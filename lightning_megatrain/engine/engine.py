@@ -164,7 +164,15 @@ class Engine:
         self.gradients = Gradients(self._lanes, self._make_staging, self.accounting)
         self.saved_inputs = SavedInputs(self._lanes, self.memory, self.accounting, saved_inputs_budget(saved_inputs))
         self._residents = Residents(
-            module, found.resident, self._lanes, self.gradients, compute_dtype, self.accounting, self.on_backward_end, split
+            module,
+            found.resident,
+            self._lanes,
+            self.gradients,
+            compute_dtype,
+            self.accounting,
+            self.on_backward_end,
+            lambda: self.trust_versions,
+            split,
         )
         self._buffers = DeviceBuffers(module, self.device, compute_dtype, self.accounting)
         self._depth = 0

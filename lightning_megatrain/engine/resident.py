@@ -52,7 +52,7 @@ def _run_when_ready(bound: Tensor) -> None:
         bound.grad_fn._set_sequence_nr(_FIRST + bound.grad_fn._sequence_nr())  # type: ignore[attr-defined]
 
 
-@dataclass
+@dataclass(eq=False)
 class _Resident:
     """One resident parameter and its device copy."""
 
@@ -65,8 +65,10 @@ class _Resident:
     copy: Tensor | None = None
     bound: Tensor | None = None
     holding: Holding | None = None
-    taken: tuple[int, Tensor] | None = None
-    """The version and the checksum of the copy when it was taken: code may write it through `.data`, which no version tells."""
+    version: int = 0
+    """Of the copy when it was taken."""
+    bits: Tensor | None = None
+    """Its checksum then: code may write it through `.data`, which no version tells. None where that is known not to happen."""
     stamp: tuple[int, int, bool] | None = None
 
     def now(self) -> tuple[int, int, bool]:
@@ -91,12 +93,6 @@ class _Resident:
             else:
                 self.parameter.copy_(value)
 
-    def written(self) -> bool:
-        if self.copy is None or self.taken is None:
-            return False
-        version, bits = self.taken
-        return self.copy._version != version or not torch.equal(checksum(self.copy), bits)
-
 
 class Residents:
     """The resident parameters of one module.
@@ -115,9 +111,11 @@ class Residents:
         compute_dtype: torch.dtype | None,
         accounting: Accounting,
         on_backward_end: Sequence[Callable[[], None]],
+        versions_trusted: Callable[[], bool],
         split: SplitWeights | None = None,
     ) -> None:
         self.gradients, self.on_backward_end = gradients, on_backward_end
+        self._versions_trusted = versions_trusted
         self._lanes, self._accounting = lanes, accounting
         places = places_of(root.modules())
         every = [
@@ -167,11 +165,10 @@ class Residents:
 
     def write_back(self) -> None:
         """Writes to the host what code wrote into device copies since they were taken."""
-        for resident in self._residents:
-            if resident.written():
-                assert resident.copy is not None
-                resident.set_host(resident.copy)
-                resident.taken, resident.stamp = (resident.copy._version, checksum(resident.copy)), resident.now()
+        for resident, copy in self._written():
+            resident.set_host(copy)
+            resident.stamp = resident.now()
+            self._note_value(resident, copy)
 
     def settle(self) -> None:
         """Waits until the copies have read the host's parameters; code we do not know may write them next."""
@@ -184,7 +181,20 @@ class Residents:
         self.settle()
         self.write_back()
         for resident in self._residents:
-            resident.copy = resident.holding = resident.taken = None
+            resident.copy = resident.holding = resident.bits = None
+
+    def _written(self) -> list[tuple[_Resident, Tensor]]:
+        """The copies that code wrote. Where checksums must tell, the host waits for the device, once for all of them."""
+        copies = [(resident, resident.copy, resident.bits) for resident in self._residents if resident.copy is not None]
+        written = [(resident, copy) for resident, copy, _ in copies if copy._version != resident.version]
+        asked = [(resident, copy, bits) for resident, copy, bits in copies if copy._version == resident.version and bits is not None]
+        if asked:
+            now, before = torch.stack([checksum(copy) for _, copy, _ in asked]), torch.stack([bits for *_, bits in asked])
+            written += [(resident, copy) for (resident, copy, _), other in zip(asked, (now != before).tolist(), strict=True) if other]
+        return written
+
+    def _note_value(self, resident: _Resident, copy: Tensor) -> None:
+        resident.version, resident.bits = copy._version, None if self._versions_trusted() else checksum(copy)
 
     def _take(self, resident: _Resident) -> None:
         """A new tensor each time: a graph of an earlier forward may still use the last one."""
@@ -199,7 +209,8 @@ class Residents:
                 self._lanes.compute.copy(copy, source)
             else:
                 copy.copy_(source.to(resident.dtype))  # memory of this moment, which the host waits for
-            resident.copy, resident.taken = copy, (copy._version, checksum(copy))
+            resident.copy = copy
+            self._note_value(resident, copy)
             with torch.enable_grad():
                 resident.bound = _Bind.apply(self, resident.name, copy, resident.parameter)
                 _run_when_ready(resident.bound)

@@ -189,6 +189,20 @@ def test_the_head_s_gradient_leaves_while_layers_run_backward() -> None:
     assert grown == (2 * 16 + 1) * 2048 * 4  # the embedding, the head and its bias, in FP32, and no gradient of them
 
 
+@pytest.mark.parametrize(("trusted", "answers"), [(True, 0), (False, 2)])
+def test_the_host_asks_the_device_for_nothing_where_versions_tell_of_writes(trusted: bool, answers: int) -> None:
+    """Else it asks when a step begins and when its backward ends, once for all resident parameters."""
+    with emulated_device() as device:
+        model = Tower(layers=3)
+        with Engine(model, "emu", trust_versions=trusted) as engine:
+            loss_of(model, tokens(device="emu")).backward()
+            engine.accounting.reset()
+            device.reset_counters()
+            loss_of(model, tokens(device="emu")).backward()
+            asked = device.to_host_bytes - engine.accounting.bytes_to_host
+    assert asked == answers * 3  # the embedding, the head and its bias: a byte each
+
+
 def test_saved_inputs_are_given_back_by_backward_and_by_a_dropped_graph() -> None:
     model = Tower(layers=3)
     with Engine(model) as engine:
