@@ -4,27 +4,26 @@ import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import MethodType, TracebackType
+from types import TracebackType
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
-from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils import _pytree as pytree
 
-from lightning_megatrain.engine import hugging_face
 from lightning_megatrain.engine.accounting import Accounting
 from lightning_megatrain.engine.device_buffers import DeviceBuffers
+from lightning_megatrain.engine.forwards import Forwards
 from lightning_megatrain.engine.gradients import Gradients
 from lightning_megatrain.engine.host import Clock, HostLayer, Mode
 from lightning_megatrain.engine.kept_layers import DeviceBudget
 from lightning_megatrain.engine.landing import Landed
 from lightning_megatrain.engine.lanes import lanes_of
-from lightning_megatrain.engine.layers import Layers, find_layers
-from lightning_megatrain.engine.options import check_options, saved_inputs_budget
+from lightning_megatrain.engine.layers import find_layers
+from lightning_megatrain.engine.options import check_module, check_options, refuse_lazy, saved_inputs_budget
 from lightning_megatrain.engine.passes import _STREAMED
 from lightning_megatrain.engine.pinning import PAGE_LOCKERS, LockedMemory, copy_read_only
 from lightning_megatrain.engine.resident import Residents
@@ -118,9 +117,9 @@ class Engine:
             device_memory=device_memory,
             working_copies=working_copies,
         )
-        _check_materialized(module)
+        refuse_lazy(module)
         found = find_layers(module, layers, resident)
-        _check(module, found)
+        check_module(module, found)
         self.module = module
         self.parameters = dict(module.named_parameters())
         """The host parameters by path; the module itself shows device copies of the resident ones while it runs."""
@@ -176,9 +175,9 @@ class Engine:
         )
         self._buffers = DeviceBuffers(module, self.device, compute_dtype, self.accounting)
         self._depth = 0
-        self._patched: dict[nn.Module, Any] = {}
+        self._forwards = Forwards()
         for child in _outside_layers(module, self._layer_of):
-            self._patch(child, self._streamed if child in self._layer_of else self._within_scope)
+            self._forwards.replace(child, self._streamed if child in self._layer_of else self._within_scope)
         _STREAMED.update(self._layer_of)
         self._optimizer_hook = register_optimizer_step_post_hook(self._optimizer_stepped)
 
@@ -246,15 +245,10 @@ class Engine:
 
     def close(self) -> None:
         """Puts the module back as it came and gives up all memory. May be called twice."""
-        if not self._patched:
+        if not self._forwards:
             return
         self._optimizer_hook.remove()
-        for module, own in self._patched.items():
-            if own is None:
-                del module.forward
-            else:
-                module.forward = own
-        self._patched.clear()
+        self._forwards.put_back()
         for layer in self._layer_of:
             _STREAMED.discard(layer)
         self._layer_of.clear()
@@ -314,21 +308,6 @@ class Engine:
         nbytes = max(*(layer.gradient_bytes for layer in self.layers), 1 << 20)
         return [self.memory.allocate(nbytes) for _ in range(self._staging_buffers)]
 
-    def _patch(self, module: nn.Module, replacement: Callable[..., Any]) -> None:
-        """Puts a bound method in the place of the module's forward: `deepcopy` binds it to the copy, which then runs plain."""
-        own = module.__dict__.get("forward")
-        plain: Callable[..., Any] = (
-            own.__func__ if isinstance(own, MethodType) else type(module).forward if own is None else _ignoring_self(own)
-        )
-
-        @functools.wraps(plain)
-        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            return replacement(self, plain, args, kwargs)
-
-        forward.__name__ = "forward"  # a bound method is pickled by its name, and becomes the class's own again
-        self._patched[module] = own
-        module.forward = MethodType(forward, module)
-
     def _streamed(self, module: nn.Module, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         layer = self._layer_of.get(module)
         if layer is None:
@@ -345,7 +324,7 @@ class Engine:
         return self._within(module, lambda *args, **kwargs: run_layer(self, layer, args, kwargs), args, kwargs)
 
     def _within_scope(self, module: nn.Module, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if module not in self._patched:
+        if module not in self._forwards:
             return plain(module, *args, **kwargs)
         return self._within(module, functools.partial(plain, module), args, kwargs)
 
@@ -370,14 +349,6 @@ def _moved(tree: Any, device: torch.device) -> Any:
     return pytree.tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, tree)
 
 
-def _ignoring_self(function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs)
-
-    return forward
-
-
 def _outside_layers(root: nn.Module, layers: dict[nn.Module, HostLayer]) -> list[nn.Module]:
     """The streamed layers, and the modules around them that run and have parameters or hold such that have."""
     inner = {child for layer in layers for child in layer.modules() if child is not layer}
@@ -387,32 +358,3 @@ def _outside_layers(root: nn.Module, layers: dict[nn.Module, HostLayer]) -> list
 def _runs(module: nn.Module) -> bool:
     """Whether the module has a forward; a `ModuleList` has none."""
     return "forward" in module.__dict__ or type(module).forward is not nn.Module.forward
-
-
-def _check_materialized(module: nn.Module) -> None:
-    for name, parameter in module.named_parameters():
-        if isinstance(parameter, UninitializedParameter):
-            raise ValueError(
-                f"Parameter {name!r} of a lazy module has no shape yet, so it cannot be laid out in memory. Run the module once on an "
-                "example before training, for instance at the end of the LightningModule's __init__ or configure_model()."
-            )
-
-
-def _check(module: nn.Module, found: Layers) -> None:
-    elsewhere = {name: p.device for name, p in module.named_parameters() if p.device.type != "cpu"}
-    if elsewhere:
-        name, device = next(iter(elsewhere.items()))
-        raise ValueError(
-            f"{len(elsewhere)} parameters are not in host memory, the first of them {name!r} on {device}. Build the model on the CPU: "
-            "parameters stay there and are streamed to the device."
-        )
-    checkpointed = [
-        name
-        for name in hugging_face.checkpointed_modules(module)
-        if any(name == layer or name.startswith(layer + ".") for layer in found.streamed)
-    ]
-    if checkpointed:
-        raise ValueError(
-            f"Activation checkpointing is switched on in {checkpointed[0]!r} and {len(checkpointed) - 1} other modules, and streamed "
-            "layers are recomputed already: each would run a third time. Call model.gradient_checkpointing_disable()."
-        )

@@ -1,8 +1,13 @@
-"""What the engine may be asked for, checked before any time or memory is spent."""
+"""What the engine may be given, checked before any time or memory is spent."""
 
 from collections.abc import Sequence
 from typing import Any
 
+from torch import nn
+from torch.nn.parameter import UninitializedParameter
+
+from lightning_megatrain.engine import hugging_face
+from lightning_megatrain.engine.layers import Layers
 from lightning_megatrain.engine.sizes import parse_size
 
 
@@ -33,6 +38,37 @@ def check_options(
     check_flag("working_copies", working_copies)
     saved_inputs_budget(saved_inputs)
     device_memory_budget(device_memory)
+
+
+def refuse_lazy(module: nn.Module) -> None:
+    """Raises ValueError for a parameter that has no shape yet."""
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, UninitializedParameter):
+            raise ValueError(
+                f"Parameter {name!r} of a lazy module has no shape yet, so it cannot be laid out in memory. Run the module once on an "
+                "example before training, for instance at the end of the LightningModule's __init__ or configure_model()."
+            )
+
+
+def check_module(module: nn.Module, found: Layers) -> None:
+    """Raises ValueError for parameters outside of host memory, and for layers that are recomputed already."""
+    elsewhere = {name: p.device for name, p in module.named_parameters() if p.device.type != "cpu"}
+    if elsewhere:
+        name, device = next(iter(elsewhere.items()))
+        raise ValueError(
+            f"{len(elsewhere)} parameters are not in host memory, the first of them {name!r} on {device}. Build the model on the CPU: "
+            "parameters stay there and are streamed to the device."
+        )
+    checkpointed = [
+        name
+        for name in hugging_face.checkpointed_modules(module)
+        if any(name == layer or name.startswith(layer + ".") for layer in found.streamed)
+    ]
+    if checkpointed:
+        raise ValueError(
+            f"Activation checkpointing is switched on in {checkpointed[0]!r} and {len(checkpointed) - 1} other modules, and streamed "
+            "layers are recomputed already: each would run a third time. Call model.gradient_checkpointing_disable()."
+        )
 
 
 def saved_inputs_budget(option: int | str) -> int | None:
