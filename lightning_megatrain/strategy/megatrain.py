@@ -8,7 +8,7 @@ import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.init import _EmptyInit
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.accelerators import Accelerator, MPSAccelerator
+from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
@@ -19,7 +19,6 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
-from tqdm.auto import tqdm
 from typing_extensions import override
 
 from lightning_megatrain.engine import Engine
@@ -31,8 +30,15 @@ from lightning_megatrain.optim.split_masters import SplitMasters
 from lightning_megatrain.strategy.host_masters import Masters, split_masters
 from lightning_megatrain.strategy.host_updates import HostUpdates
 from lightning_megatrain.strategy.precision import HostPrecision, MegaTrainMixedPrecision, MegaTrainPrecision, compute_dtype, host_precision
+from lightning_megatrain.strategy.progress import locking_progress
 from lightning_megatrain.strategy.torn import mark_torn, refuse_torn
-from lightning_megatrain.strategy.user_settings import check_optimizer, keep_averages_on_host
+from lightning_megatrain.strategy.user_settings import (
+    check_optimizer,
+    keep_averages_on_host,
+    refuse_compiled,
+    refuse_settings,
+    refuse_several,
+)
 
 
 class MegaTrainStrategy(SingleDeviceStrategy):
@@ -156,11 +162,7 @@ class MegaTrainStrategy(SingleDeviceStrategy):
 
     @parallel_devices.setter
     def parallel_devices(self, devices: list[torch.device] | None) -> None:
-        if devices and len(devices) > 1:
-            raise MisconfigurationException(
-                f"strategy='megatrain' trains on one device and was given {len(devices)}. Set Trainer(devices=1); to train one model on "
-                "several devices, use strategy='fsdp' or 'deepspeed_stage_3_offload'."
-            )
+        refuse_several(devices)
         if devices:
             self._root_device = devices[0]
 
@@ -175,25 +177,12 @@ class MegaTrainStrategy(SingleDeviceStrategy):
 
     @override
     def connect(self, model: LightningModule) -> None:
-        if getattr(model, "_compiler_ctx", None) is not None:
-            raise MisconfigurationException(
-                "strategy='megatrain' cannot train a LightningModule that went through torch.compile(): the compiled graph would hold "
-                "every weight on the device. Pass the module as it is, and compile functions inside its layers."
-            )
+        refuse_compiled(model)
         super().connect(model)
 
     @override
     def setup_environment(self) -> None:
-        if isinstance(self.accelerator, MPSAccelerator):
-            raise MisconfigurationException(
-                "strategy='megatrain' does not support MPS: its memory is the host's own, so streaming weights would save nothing. Use "
-                "Trainer(strategy='auto')."
-            )
-        if self._layer_sync is not None:
-            raise MisconfigurationException(
-                "strategy='megatrain' trains on one device, where sync_batchnorm has nothing to synchronise. Set "
-                "Trainer(sync_batchnorm=False)."
-            )
+        refuse_settings(self.accelerator, self._layer_sync)
         if isinstance(self.precision_plugin, MegaTrainMixedPrecision):
             self.precision_plugin.device = self.root_device.type
         assert self.lightning_module is not None
@@ -251,7 +240,7 @@ class MegaTrainStrategy(SingleDeviceStrategy):
         assert self.lightning_module is not None
         if self._engine is not None:
             self._engine.close()
-        with _locking_progress(self.lightning_module, self.root_device) as progress:
+        with locking_progress(self.lightning_module, self.root_device) as progress:
             self._engine = Engine(
                 self.lightning_module,
                 self.root_device,
@@ -408,20 +397,6 @@ class MegaTrainStrategy(SingleDeviceStrategy):
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             optimizer.load_state_dict(state)
         self._fused.apply()
-
-
-@contextmanager
-def _locking_progress(module: LightningModule, device: torch.device) -> Generator[Callable[[int], None], None, None]:
-    """A bar for page-locking, which takes about a second for every few gigabytes."""
-    nbytes = sum(p.nbytes for p in module.parameters())
-    with tqdm(
-        total=nbytes, desc="Page-locking host memory", unit="B", unit_scale=True, disable=device.type == "cpu" or nbytes < 1 << 30
-    ) as bar:
-
-        def progress(done: int) -> None:
-            bar.update(done)
-
-        yield progress
 
 
 StrategyRegistry.register(

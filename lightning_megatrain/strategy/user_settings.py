@@ -1,12 +1,46 @@
-"""What the strategy refuses or changes of a user's optimizers and callbacks."""
+"""What the strategy refuses or changes of a user's Trainer, module, optimizers and callbacks."""
+
+from typing import Any
 
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.accelerators import Accelerator, MPSAccelerator
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
+
+
+def refuse_several(devices: list[torch.device] | None) -> None:
+    """Refuses more than one device."""
+    if devices and len(devices) > 1:
+        raise MisconfigurationException(
+            f"strategy='megatrain' trains on one device and was given {len(devices)}. Set Trainer(devices=1); to train one model on "
+            "several devices, use strategy='fsdp' or 'deepspeed_stage_3_offload'."
+        )
+
+
+def refuse_compiled(module: LightningModule) -> None:
+    """Refuses a module that went through `torch.compile`, which leaves this mark."""
+    if getattr(module, "_compiler_ctx", None) is not None:
+        raise MisconfigurationException(
+            "strategy='megatrain' cannot train a LightningModule that went through torch.compile(): the compiled graph would hold "
+            "every weight on the device. Pass the module as it is, and compile functions inside its layers."
+        )
+
+
+def refuse_settings(accelerator: Accelerator | None, layer_sync: Any) -> None:
+    """Refuses an accelerator that has no memory of its own, and batch norms that work across devices."""
+    if isinstance(accelerator, MPSAccelerator):
+        raise MisconfigurationException(
+            "strategy='megatrain' does not support MPS: its memory is the host's own, so streaming weights would save nothing. Use "
+            "Trainer(strategy='auto')."
+        )
+    if layer_sync is not None:
+        raise MisconfigurationException(
+            "strategy='megatrain' trains on one device, where sync_batchnorm has nothing to synchronise. Set Trainer(sync_batchnorm=False)."
+        )
 
 
 def check_optimizer(optimizer: Optimizer) -> None:
