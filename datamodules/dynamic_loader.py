@@ -379,7 +379,7 @@ class DynamicLoader:
         """Go to the place that :meth:`state_dict` returned; the next batch is the one that would have followed.
 
         Raises:
-            ValueError: the batch size, number of processes or data is not the saved one.
+            ValueError: the batch size, number of processes, data, or seed of streams is not the saved one.
             RuntimeError: a wrapped DataLoader's sampler gives another order than it gave then.
         """
         self._planner.load_state_dict(state)

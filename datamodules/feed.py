@@ -32,11 +32,18 @@ class Epoch(Iterator[Any]):
         if loader._unused is not None and not loader._stale:
             return loader._unused  # Lightning calls `iter` once more, to see that it can
         loader._stale = False
-        loader._planner.rewind()
+        inner, planner = loader._inner, loader._planner
+        planner.rewind()
         if isinstance(source := loader.data.source, Sources):
-            inner = loader._inner
             source.keep = (inner.num_workers * (inner.prefetch_factor or 0) + 1) * loader.batch_size * loader.world_size
-        loader._unused = iter(loader._inner)
+        generator, begun = inner.generator, planner.delivered or (inner.persistent_workers and planner.epoch)
+        if generator is not None and planner.in_own_order and begun:
+            # The seed of workers was drawn from it when they first began, and the sampler's next epoch may hang on it.
+            inner.generator = generator.clone_state()
+        try:
+            loader._unused = iter(inner)
+        finally:
+            inner.generator = generator
         return loader._unused
 
 

@@ -49,14 +49,14 @@ class Plan:
         self.total = None if any(s is None for s in sizes) else sum(s or 0 for s in sizes)
         self._sizes, self._ids = list(sizes), ids
         self._offsets = np.cumsum([0] + [s or 0 for s in sizes])
-        self._seed, self._window, self._shuffle = seed, window, shuffle
+        self.seed, self._window, self._shuffle = seed, window, shuffle
         self._ranks, self._parts = ranks, list(parts or [1] * len(sizes))
         self._turn = 0  # batches of single ranks that were taken
         self.pool: NDArray[np.int64] | None = None
         self.ordered = False
         self.proportions: dict[str, float] | None = None
         self.version = 0  # counts the pools
-        self._everything = Draws(self.total, [seed, _ALL], shuffle=shuffle) if self.total else None
+        self._everything = self._draw_everything()
         self._from_pool: Draws | None = None
         self._domains: dict[int, Draws | Ordinals] = {}
         self._mixture: Mixture | None = None
@@ -141,6 +141,7 @@ class Plan:
     def decisions(self) -> dict[str, Any]:
         """Return the decisions in force, for a checkpoint."""
         return {
+            "seed": self.seed,
             "pool": None if self.pool is None else torch.from_numpy(self.pool),
             "ordered": self.ordered,
             "version": self.version,
@@ -149,17 +150,23 @@ class Plan:
         }
 
     def load_decisions(self, state: dict[str, Any]) -> None:
-        """Put the decisions of :meth:`decisions` in force; :meth:`seek` must follow."""
+        """Put the decisions of :meth:`decisions` in force, in the order of their seed; :meth:`seek` must follow."""
+        if state["seed"] != self.seed:
+            self.seed = state["seed"]
+            self._everything = self._draw_everything()
         self.pool = None if state["pool"] is None else state["pool"].numpy()
         self.ordered, self.version = state["ordered"], state["version"]
         self._rebuild()
         self.set_proportions(state["proportions"], state["mixture_number"])
 
+    def _draw_everything(self) -> Draws | None:
+        return Draws(self.total, [self.seed, _ALL], shuffle=self._shuffle) if self.total else None
+
     def _rebuild(self) -> None:
         self._domains.clear()
         self._from_pool = None
         if self.pool is not None:
-            self._from_pool = Draws(self.pool, [self._seed, _POOL, self.version], shuffle=self._shuffle and not self.ordered)
+            self._from_pool = Draws(self.pool, [self.seed, _POOL, self.version], shuffle=self._shuffle and not self.ordered)
         self._rebuild_mixture()
 
     def _rebuild_mixture(self) -> None:
@@ -174,7 +181,7 @@ class Plan:
                 rank_zero_warn(f"The selected samples contain none of the domains {gone}: their shares go to the other domains.")
                 shares = np.where(absent, 0.0, shares)
                 shares = shares / shares.sum() if shares.sum() else np.where(absent, 0.0, 1.0) / (~absent).sum()
-        self._mixture = Mixture(self.names, shares, self._window, [self._seed, _MIXTURE, self._mixture_number])
+        self._mixture = Mixture(self.names, shares, self._window, [self.seed, _MIXTURE, self._mixture_number])
 
     def _turns(self, n: int) -> NDArray[np.int64]:
         """Return the number of the batch that each of ``n`` samples goes to, (n,), counting each rank's batch for itself.
@@ -190,7 +197,7 @@ class Plan:
 
     def _domain(self, d: int) -> Draws | Ordinals:
         if d not in self._domains:
-            seed = [self._seed, _DOMAIN, name_seed(self.names[d]), self.version]
+            seed = [self.seed, _DOMAIN, name_seed(self.names[d]), self.version]
             if self._sizes[d] is None:
                 self._domains[d] = Ordinals(self._parts[d])
             else:

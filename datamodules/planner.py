@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from numpy.typing import NDArray
 
 from lightning_megatrain.datamodules.plan import Plan
@@ -94,6 +95,11 @@ class Planner:
         self._ahead: deque[Planned] = deque()
         self._position = self._first = self._here()  # behind the last batch handed out
 
+    @property
+    def in_own_order(self) -> bool:
+        """Whether a wrapped DataLoader's own sampler says what comes."""
+        return self._own_order is not None and not self.plan.decided
+
     def begin_epoch(self, epoch: int, again: bool = False) -> None:
         """Begin an epoch; what was planned and not handed out is taken back. With ``again`` it is the first one's batches."""
         self.epoch, self.delivered = epoch, 0
@@ -109,6 +115,8 @@ class Planner:
     def take(self) -> Planned | None:
         """Plan one more batch of this rank; None at the end of the epoch."""
         if self._planned >= self.shape.steps:
+            if self._own_order is not None and not self.plan.decided:
+                self._own_order.end()
             return None
         if self._own_order is not None and not self.plan.decided:
             keys: list[Any] | None = self._own_order.take()
@@ -177,7 +185,7 @@ class Planner:
         """Go to the place that :meth:`state_dict` returned.
 
         Raises:
-            ValueError: the batch size, number of processes or data is not the saved one.
+            ValueError: the batch size, number of processes, data, or seed of streams is not the saved one.
             RuntimeError: a wrapped DataLoader's sampler gives another order than it gave then.
         """
         shape = self.shape
@@ -189,6 +197,7 @@ class Planner:
             )
         if state["num_samples"] != shape.num_samples:
             raise ValueError(f"The checkpoint was saved with {state['num_samples']} samples, the data has {shape.num_samples}.")
+        self._check_seed(state["decisions"]["seed"])
         self._ahead.clear()
         self.epoch, self.delivered, self._planned = state["epoch"], state["delivered"], state["delivered"]
         self.changes, self._position = state["changes"], state["position"]
@@ -197,6 +206,19 @@ class Planner:
         if self._own_order is not None:
             self._own_order.load_state_dict(state["own_order"])
             self._own_order.seek(self._position["own_order"])
+
+    def _check_seed(self, saved: int) -> None:
+        seed = self.plan.seed
+        if saved != seed and self.shape.num_samples is None:
+            raise ValueError(
+                f"The checkpoint was saved with seed {saved}, and this loader has seed {seed}: its streams would come in another order. "
+                f"Use seed {saved} to resume."
+            )
+        if saved != seed:
+            rank_zero_warn(
+                f"The data goes on in the checkpoint's order, of seed {saved}, so that no sample of the epoch is left out or repeated; "
+                f"this loader's seed {seed} is for a new training."
+            )
 
     def _here(self) -> dict[str, Any]:
         return {"plan": self.plan.position(), "own_order": None if self._own_order is None else self._own_order.position()}

@@ -30,13 +30,14 @@ class SamplerOrder:
         self._next = 0
         self._start: dict[str, Any] | None = None  # generator states when the epoch began
         self._checksum = 0
+        self._ended = False  # asked for a batch behind the last one
 
     def __len__(self) -> int:
         return len(self._batches)
 
     def start_epoch(self) -> None:
         """Forget the epoch that was running; the next batch is the first of a new one."""
-        self._iterator, self._start = None, None
+        self._iterator, self._start, self._ended = None, None, False
         self._ahead.clear()
         self._first_ahead = self._next = self._checksum = 0
 
@@ -54,6 +55,12 @@ class SamplerOrder:
         self._next += 1
         return self._ahead[place]
 
+    def end(self) -> None:
+        """Ask for a batch behind the last one, as a DataLoader with workers does: the sampler may draw a number there."""
+        if self._iterator is not None and not self._ended:
+            next(self._iterator, None)
+            self._ended = True
+
     def position(self) -> int:
         """Return how many batches have been taken in this epoch."""
         return self._next
@@ -70,7 +77,7 @@ class SamplerOrder:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what is needed to take the same batches again after those delivered."""
-        return {"start": self._start, "delivered": self._first_ahead, "checksum": self._checksum}
+        return {"start": self._start, "delivered": self._first_ahead, "checksum": self._checksum, "ended": self._ended}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Start in the middle of the epoch that ``state`` was saved in.
@@ -87,6 +94,8 @@ class SamplerOrder:
             for _ in range(state["delivered"]):
                 self.take()
             self.commit(state["delivered"])
+            if state["ended"] and state["delivered"] == len(self):
+                self.end()
         finally:
             if self._checksum != state["checksum"]:
                 self._set_generator_states(now)

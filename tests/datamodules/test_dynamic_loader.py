@@ -42,7 +42,7 @@ def streamed(**kwargs):
 
 
 def single(**kwargs):
-    return DynamicLoader(Numbers(45), 4, seed=3, **kwargs)
+    return DynamicLoader(Numbers(45), 4, **{"seed": 3, **kwargs})
 
 
 def wrapped(**kwargs):
