@@ -200,7 +200,8 @@ class Policy(pl.Callback):
                 elif trainer.global_step == 0:
                     self._log.start()
             self.prepare(trainer, pl_module)
-        if trainer.global_step != trainer.max_steps:
+        finished = trainer.max_epochs not in (None, -1) and trainer.current_epoch >= (trainer.max_epochs or 0)
+        if not finished and trainer.global_step != trainer.max_steps:
             self._act_if_due(trainer, pl_module)
 
     @override

@@ -329,3 +329,16 @@ def test_progress_and_schedulers_see_the_true_number_of_steps():
     trainer = fit(module, points(26), [FirstOnes(size=5, every_n_steps=3)], max_epochs=2, accumulate_grad_batches=2)
     assert trainer.global_step == module.estimated == 8  # 7 batches an epoch, 4 steps
     assert trainer.num_training_batches == 7
+
+
+def test_nothing_is_decided_when_nothing_is_left_to_train(tmp_path):
+    """Resumed from the last step of the last epoch; with an epoch more, it acts where the run that went on would have."""
+    every_step = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1, filename="{step}")
+    first, again, longer = Recorder(every_n_steps=1), Recorder(every_n_steps=1), Recorder(every_n_steps=1)
+    fit(Linear(), points(), [first, every_step], max_epochs=2, enable_checkpointing=True)
+    last = len(first.acted)
+    fit(Linear(), points(), [again], max_epochs=2, ckpt_path=tmp_path / f"step={last}.ckpt")
+    fit(Linear(), points(), [longer], max_epochs=3, ckpt_path=tmp_path / f"step={last}.ckpt")
+    assert first.acted == list(range(last))
+    assert again.acted == []
+    assert longer.acted == list(range(last, last * 3 // 2))
