@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import csv
 import hashlib
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_megatrain.datamodules.text_domains import Domain, find_files
+from lightning_megatrain.datamodules.text_files import kind_of, naming, open_file, open_text, refuse_nul
 
 _READ_BYTES = 1 << 20
 
@@ -19,15 +21,21 @@ _READ_BYTES = 1 << 20
 class DocumentSource:
     """The documents of one domain, iterated any number of times in the same order.
 
-    Empty documents are left out. Bytes that are not UTF-8 become replacement characters.
+    Empty documents are left out. A file's text is UTF-8: other bytes are refused, as they would become tokens that nobody wrote.
 
     Args:
         name: The domain's name, for messages.
         domain: Where its documents are. A hub data set is fetched here, unless it is streamed.
+
+    Raises:
+        ValueError: (when read) A record is broken or has no such field, or bytes are not UTF-8. Names the domain, the file and the place.
+        TypeError: (when read) A field is not text.
+        OSError: (when read) A file cannot be read or is corrupt.
     """
 
     def __init__(self, name: str, domain: Domain) -> None:
         self.name = name
+        self.domain = domain
         self.field = domain.field
         self.files = find_files(name, domain) if domain.files is not None else []
         self.dataset = _load_dataset(name, domain) if domain.dataset is not None else None
@@ -58,8 +66,8 @@ class DocumentSource:
         if self.dataset is not None:
             digest.update(self.dataset._fingerprint.encode())
         for path in self.files:
-            content = hashlib.blake2b(path.suffix.encode(), digest_size=16)
-            with path.open("rb") as file:
+            content = hashlib.blake2b(kind_of(path).encode(), digest_size=16)
+            with naming(self.name, path), open_file(path, "rb") as file:
                 while chunk := file.read(_READ_BYTES):
                     content.update(chunk)
             digest.update(content.digest())
@@ -67,59 +75,84 @@ class DocumentSource:
 
     def _from_dataset(self) -> Iterator[str]:
         assert self.dataset is not None
-        for row in self.dataset:
-            yield self._text(row, f"data set of domain {self.name!r}")
+        with _naming_dataset(self.name, self.domain):
+            for row in self.dataset:
+                yield self._text(row, f"data set {self.domain.dataset}")
 
     def _from_file(self, path: Path) -> Iterator[str]:
-        match path.suffix.lower():
-            case ".jsonl" | ".ndjson":
-                yield from self._from_jsonl(path)
-            case ".json":
-                yield from self._from_json(path)
-            case ".csv":
-                yield from self._from_csv(path)
-            case ".parquet":
-                yield from self._from_parquet(path)
-            case _:
-                yield path.read_text(encoding="utf-8", errors="replace")
+        with naming(self.name, path):
+            match kind_of(path):
+                case ".jsonl" | ".ndjson":
+                    yield from self._from_jsonl(path)
+                case ".json":
+                    yield from self._from_json(path)
+                case ".csv":
+                    yield from self._from_csv(path)
+                case ".parquet":
+                    yield from self._from_parquet(path)
+                case _:
+                    with open_text(path) as file:
+                        yield refuse_nul(self.name, file.read(), str(path))
 
     def _from_jsonl(self, path: Path) -> Iterator[str]:
-        with path.open(encoding="utf-8", errors="replace") as lines:
+        with open_text(path) as lines:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
                     yield self._text(self._parse(line, f"{path}, line {number}"), f"{path}, line {number}")
 
     def _from_json(self, path: Path) -> Iterator[str]:
-        records = self._parse(path.read_text(encoding="utf-8", errors="replace"), str(path))
+        with open_text(path) as file:
+            records = self._parse(file.read(), str(path))
         for number, record in enumerate(records if isinstance(records, list) else [records], start=1):
             yield self._text(record, f"{path}, record {number}")
 
     def _from_csv(self, path: Path) -> Iterator[str]:
         csv.field_size_limit(sys.maxsize)  # the module's own limit of 128 KiB is shorter than many documents
-        with path.open(encoding="utf-8", errors="replace", newline="") as file:
-            for number, row in enumerate(csv.DictReader(file), start=1):
-                yield self._text(row, f"{path}, row {number}")
+        with open_text(path, newline="") as file:
+            lines = (refuse_nul(self.name, line, f"{path}, line {number}") for number, line in enumerate(file, start=1))
+            rows = csv.DictReader(lines, strict=True)  # else the text behind a quote that is never closed would be one document
+            try:
+                for number, row in enumerate(rows, start=1):
+                    if any(row.get(None, ())):
+                        raise csv.Error(f"it has more columns than the {len(rows.fieldnames or ())} of the header: quote text with commas")
+                    yield self._text(row, f"{path}, row {number}")
+            except csv.Error as error:
+                where = f"{path}, the row that ends in line {rows.reader.line_num}"
+                raise ValueError(f"Domain {self.name!r}: {where}, is not CSV: {error}.") from error
 
     def _from_parquet(self, path: Path) -> Iterator[str]:
-        import pyarrow.parquet as pq  # datasets depends on it
+        import pyarrow as pa  # datasets depends on it
+        import pyarrow.parquet as pq
 
-        with pq.ParquetFile(path) as table:
-            names = table.schema_arrow.names
-            if self.field not in names:
-                raise ValueError(f"Domain {self.name!r}: {path} has no column {self.field!r}. It has: {', '.join(names)}. Set `field`.")
-            for batch in table.iter_batches(columns=[self.field]):
-                for value in batch.column(0).to_pylist():
-                    yield self._text({self.field: value}, str(path))
+        try:
+            with open_file(path, "rb") as file, pq.ParquetFile(file) as table:
+                names = table.schema_arrow.names
+                if self.field not in names:
+                    raise ValueError(f"Domain {self.name!r}: {path} has no column {self.field!r}. It has: {', '.join(names)}. Set `field`.")
+                number = 0
+                for batch in table.iter_batches(columns=[self.field]):
+                    for value in batch.column(0):
+                        number += 1
+                        yield self._text({self.field: self._value(value, f"{path}, row {number}")}, f"{path}, row {number}")
+        except pa.ArrowException as error:
+            raise OSError(str(error)) from error  # which `naming` completes
+
+    def _value(self, value: Any, where: str) -> Any:
+        try:
+            return value.as_py()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"Domain {self.name!r}: {where} is not UTF-8 ({error}). Write the file anew with text in UTF-8.") from error
 
     def _parse(self, text: str, where: str) -> Any:
         try:
             return json.loads(text)
         except json.JSONDecodeError as error:
+            refuse_nul(self.name, text, where)
             raise ValueError(f"Domain {self.name!r}: {where} is not JSON ({error}).") from error
 
     def _text(self, record: Any, where: str) -> str:
         if isinstance(record, str):
-            return record
+            record = {self.field: record}
         if not isinstance(record, dict) or self.field not in record:
             keys = ", ".join(map(str, record)) if isinstance(record, dict) else type(record).__name__
             raise ValueError(f"Domain {self.name!r}: {where} has no field {self.field!r}. It has: {keys}. Set `field`.")
@@ -128,7 +161,27 @@ class DocumentSource:
             return ""
         if not isinstance(text, str):
             raise TypeError(f"Domain {self.name!r}: field {self.field!r} of {where} is {type(text).__name__}, not text.")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # JSON can write what no tokenizer takes
+            half = f"\\u{ord(text[error.start]):x}, half of a character (a surrogate) without its other half"
+            raise ValueError(
+                f"Domain {self.name!r}: field {self.field!r} of {where} has {half}. Write the text anew, or leave it out."
+            ) from error
         return text
+
+
+@contextlib.contextmanager
+def _naming_dataset(name: str, domain: Domain) -> Iterator[None]:
+    """Name the domain and the data set in what is raised when its files cannot be read."""
+    import datasets
+    import pyarrow as pa
+
+    try:
+        yield
+    except (OSError, UnicodeDecodeError, pa.ArrowException, datasets.exceptions.DatasetsError) as error:
+        cause = f"{error}: {error.__cause__}" if error.__cause__ else str(error)
+        raise OSError(f"Domain {name!r}: data set {domain.dataset} cannot be read ({cause}).") from error
 
 
 def _load_dataset(name: str, domain: Domain) -> Any:
@@ -145,7 +198,8 @@ def _load_dataset(name: str, domain: Domain) -> Any:
         if domain.streamed:
             loaded = loaded.to_iterable_dataset(num_shards=min(len(loaded), len(loaded.cache_files)) or 1)
     else:
-        loaded = datasets.load_dataset(domain.dataset, domain.subset, split=domain.split, streaming=domain.streamed)
+        with _naming_dataset(name, domain):
+            loaded = datasets.load_dataset(domain.dataset, domain.subset, split=domain.split, streaming=domain.streamed)
     if loaded.column_names is None:
         return loaded  # a stream that does not know its columns before it is read
     if domain.field not in loaded.column_names:

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lightning_megatrain.datamodules.text_files import refuse_packed
+
 
 @dataclasses.dataclass(kw_only=True)
 class Domain:
@@ -16,7 +18,9 @@ class Domain:
 
     Args:
         files: A path or glob (`**` goes into folders), or a list of them. `.jsonl` and `.json` give one document a record,
-            `.parquet` and `.csv` one a row; any other file (text, Markdown, Python source) is one document.
+            `.parquet` and `.csv` one a row; any other file (`.txt`, `.md`, `.py`, no ending at all) is one document. Text is UTF-8, with or
+            without a byte order mark. Files of each kind may be compressed (`.gz`, `.bz2`, `.xz`); archives and what is not text are
+            refused.
         dataset: What :func:`datasets.load_dataset` takes (a hub id, or a folder of data files), or a folder written by
             `save_to_disk`.
         subset: The configuration of the hub data set, where it has several.
@@ -126,6 +130,7 @@ def find_files(name: str, domain: Domain) -> list[Path]:
 
     Raises:
         FileNotFoundError: A path or glob matches no file.
+        ValueError: A file is an archive, or compressed in a way that is not read.
     """
     patterns = [domain.files] if isinstance(domain.files, str) else domain.files or []
     found: set[Path] = set()
@@ -139,4 +144,6 @@ def find_files(name: str, domain: Domain) -> list[Path]:
         found.update(files)
     if not found:
         raise FileNotFoundError(f"Domain {name!r}: `files` is an empty list.")
+    for path in sorted(found):
+        refuse_packed(name, path)
     return sorted(found)

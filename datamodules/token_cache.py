@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from lightning_megatrain.datamodules.documents import DocumentSource, batched, document_hash
 from lightning_megatrain.datamodules.tokenizers import encode, tokenizer_fingerprint
 
-_FORMAT = 1
+_FORMAT = 2  # of the tokens and of how text is read
 SPLITS = ("train", "val", "test")
 
 
@@ -105,9 +105,10 @@ def _split_limits(source: DocumentSource, fractions: tuple[float, float]) -> tup
     hashes = np.unique(np.fromiter((document_hash(text) for text in source), dtype=np.int64))
     counts = [max(1, round(share * len(hashes))) if share else 0 for share in fractions]
     if sum(counts) >= len(hashes):
+        asked = "` and `".join(name for name, share in zip(("val_fraction", "test_fraction"), fractions, strict=True) if share)
         raise ValueError(
             f"Domain {source.name!r} has {len(hashes)} different documents, too few for {counts[0]} of validation, {counts[1]} of test "
-            "and one of training. Give it more documents (one long text file is one document), or set its fraction to 0."
+            f"and one of training. Give it more documents (one long text file is one document), or set `{asked}` to 0."
         )
     ends = np.cumsum(counts)
     last = [int(hashes[end - 1]) if end else -1 for end in ends]

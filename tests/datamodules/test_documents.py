@@ -53,11 +53,6 @@ def test_a_file_with_brackets_in_its_name_is_found(tmp_path):
     assert list(DocumentSource("d", Domain(files=f"{tmp_path}/a[1].txt"))) == ["here"]
 
 
-def test_bytes_that_are_no_utf8_do_not_stop_the_reading(tmp_path):
-    (tmp_path / "latin.txt").write_bytes("Zürich".encode("latin-1"))
-    assert list(DocumentSource("d", Domain(files=f"{tmp_path}/latin.txt"))) == ["Z\ufffdrich"]
-
-
 def test_documents_without_text_are_left_out(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": ""}\n{"text": null}\n{"text": "  "}\n{"text": "full"}\n')
     source = DocumentSource("d", Domain(files=f"{tmp_path}/a.jsonl"))
