@@ -56,6 +56,7 @@ class TextStream(IterableDataset[Row]):
         self.shuffle_buffer = shuffle_buffer
         self._seed = list(seed)
         self._pass = 0
+        self._is_whole = True
 
     @property
     def num_shards(self) -> int:
@@ -65,7 +66,7 @@ class TextStream(IterableDataset[Row]):
     def shard(self, num_shards: int, index: int) -> TextStream:
         """One of `num_shards` parts."""
         part = copy.copy(self)
-        part.source, part._seed = self.source.shard(num_shards, index), [*self._seed, index]
+        part.source, part._seed, part._is_whole = self.source.shard(num_shards, index), [*self._seed, index], num_shards == 1
         return part
 
     def set_epoch(self, epoch: int) -> None:
@@ -82,10 +83,20 @@ class TextStream(IterableDataset[Row]):
             empty = False
             yield row
         if empty:
-            raise ValueError(
-                f"Domain {self.source.name!r}: a part of {self.num_shards} file(s) or shard(s) of its stream holds no text but validation "
-                "documents. Lower `val_documents`, or use fewer workers, so that a part holds more."
-            )
+            raise ValueError(self._why_empty())
+
+    def _why_empty(self) -> str:
+        domain, held = self.source.domain, "" if not self.held_out else " but validation documents"
+        cures = [] if self._is_whole else ["use fewer workers (`num_workers`), so that a part holds more"]
+        if held and domain.val_files is not None:
+            cures.insert(0, f"name files in `val_files` ({domain.val_files}) that hold other documents than `files`")
+        elif held and domain.val_split is not None:
+            cures.insert(0, f"name a split in `val_split` ({domain.val_split}) that holds other documents than `split`")
+        elif held:
+            cures.insert(0, f"lower `val_documents` ({domain.val_documents})")
+        part = "its stream" if self._is_whole else f"a part of its stream ({self.num_shards} file(s) or shard(s))"
+        cure = ", or ".join(cures or ["remove the domain or mend its source"])
+        return f"Domain {self.source.name!r}: {part} holds no text{held}. {cure[0].upper()}{cure[1:]}."
 
     def _packed(self, encoded: Iterable[list[npt.NDArray[np.int64]]], pad_id: int) -> Iterator[Row]:
         begun: list[npt.NDArray[np.int64]] = []  # documents of the row that is not full yet; a row's first token always begins one

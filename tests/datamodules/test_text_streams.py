@@ -204,8 +204,46 @@ def test_validation_loaders_have_the_names_of_the_domains_they_are_of(folder):
 
 def test_a_part_without_a_document_to_train_on_is_told(folder):
     data = ready({"many": {**sources(folder, "many")["files"], "streamed": True, "val_documents": DOCUMENTS}}, folder)
-    with pytest.raises(ValueError, match=r"Domain 'many': a part of 1 file.* of its stream holds no text but.*Lower `val_documents`"):
+    with pytest.raises(ValueError, match=r"a part of its stream \(1 file.* holds no text but.*Lower `val_documents` \(30\), or use few"):
         list(data.rows["train"]["many"].shard(FILES, 0))
+
+
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        ({"val_documents": 500}, r"no text but validation documents\. Lower `val_documents` \(500\)\.$"),
+        (
+            {"val_files": "few/*.jsonl"},
+            r"no text but validation .*\. Name files in `val_files` \(few/\*\.jsonl\) that .* `files`\.$",
+        ),
+        (
+            {"val_files": "few/*.jsonl", "val_documents": 200},
+            r".*\. Name files in `val_files` \(few/\*\.jsonl\) that .* `files`\.$",
+        ),
+    ],
+)
+def test_a_stream_of_nothing_but_validation_documents_names_the_setting_that_makes_it_so(folder, monkeypatch, own, message):
+    monkeypatch.chdir(folder)
+    data = ready({"few": {"files": "few/*.jsonl", "streamed": True, **own}}, folder)
+    with pytest.raises(ValueError, match=rf"Domain 'few': its stream holds {message}"):
+        list(data.rows["train"]["few"])
+
+
+def test_a_split_that_holds_all_training_documents_is_named(folder):
+    for kind in ("train", "validation"):
+        (folder / "few-parquet" / f"{kind}.parquet").write_bytes((folder / "few-parquet" / "0.parquet").read_bytes())
+    for file in range(FILES):
+        (folder / "few-parquet" / f"{file}.parquet").unlink()
+    data = ready({"few": {"dataset": str(folder / "few-parquet"), "streamed": True, "val_split": "validation"}}, folder)
+    with pytest.raises(ValueError, match=r"its stream holds no text but .* Name a split in `val_split` \(validation\) that holds other"):
+        list(data.rows["train"]["few"])
+
+
+def test_a_part_without_any_text_is_told(folder):
+    (folder / "few" / "0.jsonl").write_text('{"text": " "}\n')
+    data = ready({"few": {"files": f"{folder}/few/*.jsonl", "streamed": True}}, folder)
+    with pytest.raises(ValueError, match=r"a part of its stream \(1 file.* holds no text\. Use fewer workers \(`num_workers`\)"):
+        list(data.rows["train"]["few"].shard(FILES, 0))
 
 
 @pytest.mark.parametrize(
