@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from numpy.typing import ArrayLike, NDArray
 from torch.utils.data import DataLoader
 
@@ -17,6 +18,7 @@ from lightning_megatrain.datamodules.planner import Delivered, Planner, Shape
 from lightning_megatrain.datamodules.sample_domains import THREE_FORMS, DomainOf
 from lightning_megatrain.datamodules.sampler_order import SamplerOrder
 from lightning_megatrain.datamodules.sampling import as_pool
+from lightning_megatrain.datamodules.shares import check_same_domains
 from lightning_megatrain.datamodules.training_data import TrainingData
 from lightning_megatrain.datamodules.wrapping import batch_size_of
 
@@ -44,8 +46,8 @@ class DynamicLoader:
         shuffle_buffer: Samples of each stream that are held in memory, by each process that reads it, and drawn from at random, in
             another order in each pass. That many are read before the first batch. 0: a stream keeps its order.
         seed: Seeds every permutation.
-        steps_per_epoch: Length of an epoch in batches. Needed for streams; else one pass over the data. When it is given, an epoch
-            goes on where the last one ended.
+        steps_per_epoch: Length of an epoch in batches. Needed for streams; else one pass over the data, or under a decision the full
+            batches that one takes. When it is given, an epoch goes on where the last one ended.
         window: Samples over which proportions are exact (default: 1024, rounded up to whole global batches).
         drop_last: Leave out a last smaller batch of an epoch.
         collate_fn: As in DataLoader.
@@ -300,7 +302,18 @@ class DynamicLoader:
             if self._earlier is not None:
                 self._planner_in_use.take_over(self._earlier._planner)
                 self._earlier = None
+            self._warn_of_repeats()
         return self._planner_in_use
+
+    def _warn_of_repeats(self) -> None:
+        """Without proportions a batch that is larger than the data is cut to one pass; with them it has no end."""
+        total, batch = self.num_samples, self.batch_size * self.world_size
+        if self._steps_per_epoch is None and self.plan.proportions is not None and total is not None and batch > total:
+            rank_zero_warn(
+                f"A batch of {batch} samples (over all processes) is larger than the data, {total} samples: as proportions hold, it is "
+                f"full, and a sample comes about {batch / total:.1f} times in it. Lower `batch_size`, or say with `steps_per_epoch` that "
+                "an epoch is no pass over the data."
+            )
 
     # ---------------------------------------------------------------- decisions
 
@@ -329,8 +342,11 @@ class DynamicLoader:
             ValueError: the data has no domains, or a weight is missing or wrong.
         """
         _ = self.domains
+        first = self.plan.proportions is None
         self._planner.change(lambda number: self.plan.set_proportions(proportions or self.data.equal_shares(), number))
         self._stale = True
+        if first:
+            self._warn_of_repeats()
 
     def take_over(self, earlier: DynamicLoader) -> None:
         """Put the decisions of another loader over the same data in force, and go on where it is under them; before the first batch.
@@ -373,14 +389,18 @@ class DynamicLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the place in the data and the decisions in force, for a checkpoint."""
-        return self._planner.state_dict()
+        return {**self._planner.state_dict(), "domains": list(self.domains) if self.has_domains else []}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to the place that :meth:`state_dict` returned; the next batch is the one that would have followed.
 
         Raises:
-            ValueError: the batch size, number of processes, data, or seed of streams is not the saved one.
+            ValueError: the batch size, number of processes, data, domains, or seed of streams are not the saved ones.
             RuntimeError: a wrapped DataLoader's sampler gives another order than it gave then.
         """
+        saved, names = state.get("domains"), self.domains if self.has_domains else []
+        mixed = state["decisions"]["proportions"] is not None
+        if saved is not None and (mixed or (saved and names)):  # a run may get or lose domains that nothing mixes
+            check_same_domains(saved, names)
         self._planner.load_state_dict(state)
         self._stale = self._resumed = True

@@ -43,7 +43,8 @@ class MixtureDataModule(L.LightningDataModule):
         cache_dir: Where tokens are kept, under a hash of contents, tokenizer and split. None: the user's cache folder.
         num_workers: Loader processes. Rows are read from a memory map, so 0 is usually enough; streamed domains are tokenised here.
         seed: Where the order of rows, and of documents in a `shuffle_buffer`, comes from.
-        steps_per_epoch: Batches in an epoch. None: one pass over all rows. Needed where a domain is streamed.
+        steps_per_epoch: Batches in an epoch. None: one pass over all rows; where proportions hold, the full batches that one takes, in
+            which some rows may come twice and others not at all. Needed where a domain is streamed.
 
     Raises:
         ValueError: A setting is out of range, names clash, or a proportion is not positive.
@@ -175,7 +176,7 @@ class MixtureDataModule(L.LightningDataModule):
     def train_dataloader(self) -> DynamicLoader:
         """One loader over all domains, which policies can change.
 
-        An epoch is `steps_per_epoch` batches, or as many rows as they have together; each row once where no domain has a proportion.
+        An epoch is `steps_per_epoch` batches, or as many as all rows together fill; each row once where no domain has a proportion.
         """
         given = any(domain.proportion is not None for domain in self.domains.values())
         return DynamicLoader(

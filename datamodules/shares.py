@@ -46,6 +46,22 @@ def normalise(proportions: Mapping[str, float], names: Sequence[str]) -> NDArray
     return shares / shares.sum()
 
 
+def check_same_domains(saved: Sequence[str], names: Sequence[str]) -> None:
+    """Refuse a checkpoint whose domains are not those of the data, in that order, in which its samples are numbered.
+
+    Raises:
+        ValueError: Names both, and the way out.
+    """
+    if list(saved) != list(names):
+        same = sorted(saved) == sorted(names)
+        raise ValueError(
+            f"The checkpoint was saved with the domains {list(saved)}, the data now has {list(names)}"
+            + (", the same in another order. " if same else ". ")
+            + ("Name them in the order that they had, " if same else "Use the domains of the checkpoint under the names that they had, ")
+            + "or begin a new run from its weights (`load_from_checkpoint`) instead of resuming it."
+        )
+
+
 def largest_remainder(wanted: NDArray[np.float64], total: int, priority: Sequence[int] | None = None) -> NDArray[np.int64]:
     """Apportion ``total`` samples: whole parts first, then one each to the largest remainders.
 
