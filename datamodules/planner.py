@@ -114,12 +114,13 @@ class Planner:
 
     def take(self) -> Planned | None:
         """Plan one more batch of this rank; None at the end of the epoch."""
+        own_order = self._own_order if self.in_own_order else None
         if self._planned >= self.shape.steps:
-            if self._own_order is not None and not self.plan.decided:
-                self._own_order.end()
+            if own_order is not None:
+                own_order.end()
             return None
-        if self._own_order is not None and not self.plan.decided:
-            keys: list[Any] | None = self._own_order.take()
+        if own_order is not None:
+            keys: list[Any] | None = own_order.take()
             if keys is None:
                 return None
             index = np.array(keys, dtype=np.int64)
