@@ -69,7 +69,11 @@ def test_utf16_is_refused_by_its_name(tmp_path, kind, encoding):
         list(source(tmp_path / f"a.{kind}"))
 
 
-@pytest.mark.parametrize("content", [b"\0" * 100, pickle.dumps({"a": 1}), gzip.compress(b"text"), b"\x89PNG\r\n\x1a\n\0"])
+@pytest.mark.parametrize(
+    "content",
+    [b"\0" * 100, pickle.dumps({"a": 1}), gzip.compress(b"text"), b"\x89PNG\r\n\x1a\n\0"],
+    ids=["zeros", "pickle", "gzip", "png"],
+)
 def test_a_file_that_is_no_text_is_refused(tmp_path, content):
     (tmp_path / "a.unknown").write_bytes(content)
     with pytest.raises(ValueError, match=r"Domain 'd'.*a\.unknown.*not UTF-8.*if it is no text, leave it out"):
