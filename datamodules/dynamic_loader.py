@@ -389,18 +389,20 @@ class DynamicLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the place in the data and the decisions in force, for a checkpoint."""
-        return {**self._planner.state_dict(), "domains": list(self.domains) if self.has_domains else []}
+        domains = list(self.domains) if self.has_domains else []
+        return {**self._planner.state_dict(), "domains": domains, "shuffle_buffers": dict(self.data.shuffle_buffers)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to the place that :meth:`state_dict` returned; the next batch is the one that would have followed.
 
         Raises:
-            ValueError: the batch size, number of processes, data, domains, or seed of streams are not the saved ones.
+            ValueError: the batch size, number of processes, data, domains, or seed or buffers of streams are not the saved ones.
             RuntimeError: a wrapped DataLoader's sampler gives another order than it gave then.
         """
         saved, names = state.get("domains"), self.domains if self.has_domains else []
         mixed = state["decisions"]["proportions"] is not None
         if saved is not None and (mixed or (saved and names)):  # a run may get or lose domains that nothing mixes
             check_same_domains(saved, names)
+        self.data.check_same_buffers(state.get("shuffle_buffers", {}))
         self._planner.load_state_dict(state)
         self._stale = self._resumed = True

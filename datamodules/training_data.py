@@ -43,6 +43,12 @@ class TrainingData:
         if shuffle_buffer and not self.streams:
             raise ValueError("`shuffle_buffer` is for streams: a map-style dataset is shuffled as a whole. Leave it out.")
         keyed = isinstance(dataset, Mapping) or bool(self.streams)
+        self.shuffle_buffers = {
+            name: int(shuffle_buffer or getattr(self._named[name], "shuffle_buffer", 0))
+            for name, size in self._sizes.items()
+            if size is None
+        }
+        """Of each stream: samples to draw from at random, the loader's or (a stream of text) documents of its own."""
         self.source: Any = Sources(self._named, self._sizes, shuffle_buffer, seed) if keyed else dataset
         """What the DataLoader reads."""
 
@@ -76,6 +82,24 @@ class TrainingData:
             return list(self._named), list(self._sizes.values()), None
         names, ids = find_domains(self.dataset, self.domain)
         return names, np.bincount(ids, minlength=len(names)).tolist(), ids
+
+    def check_same_buffers(self, saved: Mapping[str, int]) -> None:
+        """Refuse a checkpoint whose streams were drawn from other buffers, which is another order.
+
+        Args:
+            saved: :attr:`shuffle_buffers` of then.
+
+        Raises:
+            ValueError: Names both sizes, and the way out.
+        """
+        for name, buffer in self.shuffle_buffers.items():
+            if saved.get(name, buffer) != buffer:
+                stream = f"stream {name!r}" if name else "stream"
+                raise ValueError(
+                    f"The checkpoint was saved with shuffle_buffer={saved[name]} for the {stream}, which now has shuffle_buffer={buffer}: "
+                    f"it would come in another order. Use shuffle_buffer={saved[name]} to resume, or begin a new run from the checkpoint's "
+                    "weights (`load_from_checkpoint`)."
+                )
 
     def count_parts(self, readers: int) -> list[int]:
         """Return in how many parts each dataset is read by so many readers (1 if it is no stream)."""

@@ -107,6 +107,28 @@ def test_a_shuffled_stream_has_another_order_in_each_pass_and_by_each_name_and_s
     assert run() == (first, second)
 
 
+def test_a_resume_with_another_shuffle_buffer_is_refused_and_both_are_named():
+    def loader(buffer, named=True):
+        return DynamicLoader({"a": Stream(40)} if named else Stream(40), 4, steps_per_epoch=10, shuffle_buffer=buffer)
+
+    whole = loader(16)
+    batches = [batch.tolist() for _, batch in zip(range(3), whole, strict=False)]
+    state = whole.state_dict()
+    for buffer in (0, 17):
+        with pytest.raises(
+            ValueError,
+            match=rf"shuffle_buffer=16 for the stream 'a', which now has shuffle_buffer={buffer}: .* Use shuffle_buffer=16 to resume",
+        ):
+            loader(buffer).load_state_dict(state)
+    with pytest.raises(ValueError, match=r"shuffle_buffer=0 for the stream, which now has shuffle_buffer=16"):
+        loader(16, named=False).load_state_dict(loader(0, named=False).state_dict())
+    del state["shuffle_buffers"]  # a checkpoint of before this was kept
+    for saved in (state, whole.state_dict()):
+        resumed = loader(16)
+        resumed.load_state_dict(saved)
+        assert batches + values(resumed) == values(loader(16))
+
+
 def test_a_shuffle_buffer_is_refused_where_it_means_nothing():
     with pytest.raises(ValueError, match="a map-style dataset is shuffled as a whole"):
         DynamicLoader(list(range(8)), 4, shuffle_buffer=4)

@@ -147,6 +147,19 @@ def test_a_shuffle_buffer_mixes_documents_before_they_are_packed(folder, num_wor
     assert read(shuffle_buffer=20)[0] == mixed
 
 
+def test_a_resume_with_another_shuffle_buffer_of_a_domain_is_refused(folder):
+    def loader(buffer):
+        domains = {name: {**sources(folder, name)["files"], "streamed": True} for name in NAMES}
+        domains["few"]["shuffle_buffer"] = buffer
+        return ready(domains, folder).train_dataloader()
+
+    state = loader(20).state_dict()
+    assert state["shuffle_buffers"] == {"many": 0, "few": 20}
+    loader(20).load_state_dict(state)
+    with pytest.raises(ValueError, match="shuffle_buffer=20 for the stream 'few', which now has shuffle_buffer=10"):
+        loader(10).load_state_dict(state)
+
+
 @pytest.mark.parametrize("kind", ["files", "parquet", "data set"])
 def test_each_part_reads_its_own_documents_and_together_all(folder, kind):
     source = DocumentSource("many", Domain(**sources(folder, "many")[kind], streamed=True))
