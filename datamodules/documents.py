@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import csv
 import hashlib
-import json
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from lightning_megatrain.datamodules.text_datasets import naming_dataset, open_dataset
 from lightning_megatrain.datamodules.text_domains import Domain, find_files
 from lightning_megatrain.datamodules.text_files import kind_of, naming, open_file, open_text, refuse_nul
+from lightning_megatrain.datamodules.text_records import open_parquet, parquet_value, parse, text_of
 
 _READ_BYTES = 1 << 20
 
@@ -38,7 +38,7 @@ class DocumentSource:
         self.domain = domain
         self.field = domain.field
         self.files = find_files(name, domain) if domain.files is not None else []
-        self.dataset = _load_dataset(name, domain) if domain.dataset is not None else None
+        self.dataset = open_dataset(name, domain) if domain.dataset is not None else None
 
     def __iter__(self) -> Iterator[str]:
         documents = self._from_dataset() if self.dataset is not None else (text for path in self.files for text in self._from_file(path))
@@ -75,7 +75,7 @@ class DocumentSource:
 
     def _from_dataset(self) -> Iterator[str]:
         assert self.dataset is not None
-        with _naming_dataset(self.name, self.domain):
+        with naming_dataset(self.name, self.domain):
             for row in self.dataset:
                 yield self._text(row, f"data set {self.domain.dataset}")
 
@@ -98,11 +98,11 @@ class DocumentSource:
         with open_text(path) as lines:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
-                    yield self._text(self._parse(line, f"{path}, line {number}"), f"{path}, line {number}")
+                    yield self._text(parse(self.name, line, f"{path}, line {number}"), f"{path}, line {number}")
 
     def _from_json(self, path: Path) -> Iterator[str]:
         with open_text(path) as file:
-            records = self._parse(file.read(), str(path))
+            records = parse(self.name, file.read(), str(path))
         for number, record in enumerate(records if isinstance(records, list) else [records], start=1):
             yield self._text(record, f"{path}, record {number}")
 
@@ -121,92 +121,15 @@ class DocumentSource:
                 raise ValueError(f"Domain {self.name!r}: {where}, is not CSV: {error}.") from error
 
     def _from_parquet(self, path: Path) -> Iterator[str]:
-        import pyarrow as pa  # datasets depends on it
-        import pyarrow.parquet as pq
-
-        try:
-            with open_file(path, "rb") as file, pq.ParquetFile(file) as table:
-                names = table.schema_arrow.names
-                if self.field not in names:
-                    raise ValueError(f"Domain {self.name!r}: {path} has no column {self.field!r}. It has: {', '.join(names)}. Set `field`.")
-                number = 0
-                for batch in table.iter_batches(columns=[self.field]):
-                    for value in batch.column(0):
-                        number += 1
-                        yield self._text({self.field: self._value(value, f"{path}, row {number}")}, f"{path}, row {number}")
-        except pa.ArrowException as error:
-            raise OSError(str(error)) from error  # which `naming` completes
-
-    def _value(self, value: Any, where: str) -> Any:
-        try:
-            return value.as_py()
-        except UnicodeDecodeError as error:
-            raise ValueError(f"Domain {self.name!r}: {where} is not UTF-8 ({error}). Write the file anew with text in UTF-8.") from error
-
-    def _parse(self, text: str, where: str) -> Any:
-        try:
-            return json.loads(text)
-        except json.JSONDecodeError as error:
-            refuse_nul(self.name, text, where)
-            raise ValueError(f"Domain {self.name!r}: {where} is not JSON ({error}).") from error
+        with open_parquet(self.name, path, self.field) as table:
+            number = 0
+            for batch in table.iter_batches(columns=[self.field]):
+                for value in batch.column(0):
+                    number += 1
+                    yield self._text({self.field: parquet_value(self.name, value, f"{path}, row {number}")}, f"{path}, row {number}")
 
     def _text(self, record: Any, where: str) -> str:
-        if isinstance(record, str):
-            record = {self.field: record}
-        if not isinstance(record, dict) or self.field not in record:
-            keys = ", ".join(map(str, record)) if isinstance(record, dict) else type(record).__name__
-            raise ValueError(f"Domain {self.name!r}: {where} has no field {self.field!r}. It has: {keys}. Set `field`.")
-        text = record[self.field]
-        if text is None:
-            return ""
-        if not isinstance(text, str):
-            raise TypeError(f"Domain {self.name!r}: field {self.field!r} of {where} is {type(text).__name__}, not text.")
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:  # JSON can write what no tokenizer takes
-            half = f"\\u{ord(text[error.start]):x}, half of a character (a surrogate) without its other half"
-            raise ValueError(
-                f"Domain {self.name!r}: field {self.field!r} of {where} has {half}. Write the text anew, or leave it out."
-            ) from error
-        return text
-
-
-@contextlib.contextmanager
-def _naming_dataset(name: str, domain: Domain) -> Iterator[None]:
-    """Name the domain and the data set in what is raised when its files cannot be read."""
-    import datasets
-    import pyarrow as pa
-
-    try:
-        yield
-    except (OSError, UnicodeDecodeError, pa.ArrowException, datasets.exceptions.DatasetsError) as error:
-        cause = f"{error}: {error.__cause__}" if error.__cause__ else str(error)
-        raise OSError(f"Domain {name!r}: data set {domain.dataset} cannot be read ({cause}).") from error
-
-
-def _load_dataset(name: str, domain: Domain) -> Any:
-    import datasets
-
-    assert domain.dataset is not None
-    folder = Path(domain.dataset).expanduser()
-    if folder.is_dir() and any((folder / file).is_file() for file in ("dataset_info.json", "dataset_dict.json")):
-        loaded = datasets.load_from_disk(str(folder))
-        if isinstance(loaded, datasets.DatasetDict):
-            if domain.split not in loaded:
-                raise ValueError(f"Domain {name!r}: {folder} has no split {domain.split!r}. It has: {', '.join(loaded)}.")
-            loaded = loaded[domain.split]
-        if domain.streamed:
-            loaded = loaded.to_iterable_dataset(num_shards=min(len(loaded), len(loaded.cache_files)) or 1)
-    else:
-        with _naming_dataset(name, domain):
-            loaded = datasets.load_dataset(domain.dataset, domain.subset, split=domain.split, streaming=domain.streamed)
-    if loaded.column_names is None:
-        return loaded  # a stream that does not know its columns before it is read
-    if domain.field not in loaded.column_names:
-        raise ValueError(
-            f"Domain {name!r}: {domain.dataset} has no column {domain.field!r}. It has: {', '.join(loaded.column_names)}. Set `field`."
-        )
-    return loaded.select_columns([domain.field])
+        return text_of(self.name, record, self.field, where)
 
 
 def document_hash(text: str) -> int:

@@ -16,7 +16,8 @@ from lightning_megatrain.datamodules.documents import DocumentSource, document_h
 from lightning_megatrain.datamodules.dynamic_loader import DynamicLoader
 from lightning_megatrain.datamodules.packing import PackedBlocks, PaddedDocuments, keeps_documents_apart, pad_batch
 from lightning_megatrain.datamodules.shares import name_seed
-from lightning_megatrain.datamodules.text_domains import Domain, as_domains
+from lightning_megatrain.datamodules.text_beginnings import check_files
+from lightning_megatrain.datamodules.text_domains import Domain, as_domains, val_domain
 from lightning_megatrain.datamodules.text_streams import TextStream, check_streams, join, read_validation
 from lightning_megatrain.datamodules.token_cache import SPLITS, TokenizedDocuments, cache_key, default_cache_dir, open_split, tokenize
 from lightning_megatrain.datamodules.tokenizers import encode, load_tokenizer
@@ -115,8 +116,12 @@ class MixtureDataModule(L.LightningDataModule):
 
     @override
     def prepare_data(self) -> None:
-        """Check everything that can be wrong, then tokenise what the cache does not hold."""
+        """Check everything that can be wrong, the beginning of each file included, then tokenise what the cache does not hold."""
         self._check_model()
+        for name, domain in self.domains.items():
+            for part in (domain, val_domain(domain)):
+                if part is not None:
+                    check_files(name, part)
         sources = {name: DocumentSource(name, domain) for name, domain in self.domains.items()}
         for name, source in sources.items():
             if source.is_empty():

@@ -129,7 +129,7 @@ def find_files(name: str, domain: Domain) -> list[Path]:
     """Return the files of a domain, sorted, each once.
 
     Raises:
-        FileNotFoundError: A path or glob matches no file.
+        FileNotFoundError: A path or glob matches no file, or a link to one that is not there.
         ValueError: A file is an archive, or compressed in a way that is not read.
     """
     patterns = [domain.files] if isinstance(domain.files, str) else domain.files or []
@@ -138,6 +138,11 @@ def find_files(name: str, domain: Domain) -> list[Path]:
         expanded = str(Path(pattern).expanduser())
         # A file whose own name holds brackets is still found by its name.
         matches = [Path(expanded)] if Path(expanded).is_file() else [Path(p) for p in glob.glob(expanded, recursive=True)]
+        lost = next((path for path in matches if path.is_symlink() and not path.exists()), None)
+        if lost is not None:
+            raise FileNotFoundError(
+                f"Domain {name!r}: {lost} is a link to {lost.readlink()}, which is not there. Mend it, or leave it out."
+            )
         files = [path for path in matches if path.is_file()]
         if not files:
             raise FileNotFoundError(f"Domain {name!r}: no file matches {pattern!r} (from {Path.cwd()}).")
