@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -53,18 +52,11 @@ class DecisionLog:
             return
         table = pa.concat_tables(self._pending)
         self._pending = []
-        self.folder.mkdir(parents=True, exist_ok=True)
-        steps = table["step"]
-        name = f"decisions-{steps[0].as_py():010d}-{steps[-1].as_py():010d}.parquet"
-        if (self.folder / name).exists():  # a further file of the same step
-            name = name.replace(".parquet", f"-{len(list(self.folder.glob('*.parquet'))):06d}.parquet")
-        part = self.folder / f".{name}.part"
-        pq.write_table(table, part)
-        part.rename(self.folder / name)
+        self._add(table)
 
     def start(self) -> None:
         """Begin anew: what an earlier run has left in the folder is moved to a folder beside it, with a number."""
-        if not any(self.folder.glob("decisions-*.parquet")):
+        if not _files(self.folder):
             return
         number = 1
         while (kept := self.folder.with_name(f"{self.folder.name}.{number}")).exists():
@@ -75,23 +67,40 @@ class DecisionLog:
     def resume(self, earlier: Path, step: int) -> None:
         """Take over the decisions of an interrupted run up to ``step``; those after it are made again.
 
+        A file at a time is replaced or removed, so that a resume that is itself interrupted leaves what another can go on from.
+
         Args:
             earlier: That run's folder; may be this one, or gone.
             step: Optimizer steps done at the checkpoint.
         """
+        files = _files(earlier)
         try:
-            rows = read_decisions(earlier) if any(earlier.glob("decisions-*.parquet")) else SCHEMA.empty_table()
-        except pa.ArrowException as error:
+            ends = [pa.compute.max(pq.read_table(file, columns=["step"])["step"]).as_py() for file in files]
+        except (pa.ArrowException, OSError) as error:
             rank_zero_warn(f"The earlier decisions in {earlier} cannot be read, so the records begin with this resume. ({error})")
             self.start()
             return
-        if self.folder.exists() and self.folder.resolve() == earlier.resolve():
-            shutil.rmtree(self.folder)
-        self.start()
-        kept = rows.filter(pa.compute.less_equal(rows["step"], step))
-        if len(kept):
-            self._pending = [kept]
-            self.flush()
+        in_place = self.folder.exists() and self.folder.resolve() == earlier.resolve()
+        if not in_place:
+            self.start()
+        for file, end in zip(files, ends, strict=True):
+            if in_place and end <= step:
+                continue
+            kept = _rows(file)
+            kept = kept.filter(pa.compute.less_equal(kept["step"], step))
+            if len(kept):
+                self._add(kept, file.name)
+            elif in_place:
+                file.unlink()
+
+    def _add(self, table: pa.Table, name: str | None = None) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if name is None:
+            last = max((int(file.stem.rpartition("-")[2]) for file in _files(self.folder)), default=0)
+            name = f"decisions-{last + 1:08d}.parquet"
+        part = self.folder / f".{name}.part"
+        pq.write_table(table, part)
+        part.rename(self.folder / name)
 
 
 def read_decisions(folder: str | Path) -> pa.Table:
@@ -100,7 +109,15 @@ def read_decisions(folder: str | Path) -> pa.Table:
     Raises:
         FileNotFoundError: there are none.
     """
-    files = sorted(Path(folder).glob("decisions-*.parquet"))
+    files = _files(Path(folder))
     if not files:
         raise FileNotFoundError(f"There are no decisions in {folder}: it holds no decisions-*.parquet file.")
-    return pa.concat_tables([pq.read_table(f, schema=SCHEMA) for f in files])
+    return pa.concat_tables([_rows(file) for file in files])
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("decisions-*.parquet"))
+
+
+def _rows(file: Path) -> pa.Table:
+    return pq.read_table(file, schema=SCHEMA)
