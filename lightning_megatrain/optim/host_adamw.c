@@ -60,7 +60,7 @@ INLINE struct moments average(const struct scalars *k, float g, float m, float v
     return (struct moments){m, v};
 }
 
-INLINE float direction(const struct scalars *k, float m, float v) { return m / (sqrtf(v) * k->inv_sqrt_correction2 + k->eps); }
+INLINE float denominator(const struct scalars *k, float v) { return sqrtf(v) * k->inv_sqrt_correction2 + k->eps; }
 INLINE float descend(const struct scalars *k, float p, float direction) { return p * k->keep - k->step_size * direction; }
 
 /* Elements o to o + BLOCK with FP32 moments: one loop, at the memory's speed. */
@@ -73,26 +73,25 @@ INLINE void step_fp32(const struct tensor *tensor, int64_t o, int param_form, in
         m[i] = now.m;
         v[i] = now.v;
         if (has_max) now.v = t->v_max[i] = now.v <= t->v_max[i] ? t->v_max[i] : now.v;
-        float p = descend(k, load(param_form, t->param, t->low, i), direction(k, now.m, now.v));
+        float p = descend(k, load(param_form, t->param, t->low, i), now.m / denominator(k, now.v));
         store(param_form, t->param, t->low, i, p);
         if (has_copy) store(BF16, t->copy, 0, i, p);
     }
 }
 
 #define EACH_PAIR INDEPENDENT for (int j = 0; j < BLOCK / 2; j++)
-#define FETCH_NEXT(array, form) \
-    for (int b = 0; b < BLOCK * bytes(form); b += 64) __builtin_prefetch((const char *)(array) + (o + BLOCK) * bytes(form) + b)
 
 /* What the loops over a block hand on, in the first-level cache: of first, then of second neighbours. */
 struct scratch {
-    float m[2][BLOCK / 2], v[2][BLOCK / 2], way[2][BLOCK / 2];
+    float m[2][BLOCK / 2], v[2][BLOCK / 2], below[2][BLOCK / 2];
     two_of_16 expanded_m[BLOCK / 2], expanded_v[BLOCK / 2]; /* INT8 */
     uint32_t codes_m[BLOCK / 2], codes_v[BLOCK / 2];        /* INT8 */
     struct noise noise;                                     /* the same for all blocks */
 };
 
 /* The same with moments in BF16 or INT8, which arithmetic bounds: in pairs, and in loops short enough for the processor to look ahead. The
- * encoding runs beside root and quotient, which keep only the divider busy. */
+ * encoding runs beside the root and the weights beside the quotient, which keep only the divider busy. Nothing is prefetched: the
+ * processor's own prefetching does better. */
 INLINE void step_small(const struct tensor *tensor, int64_t o, int param_form, int grad_form, int has_copy, int moment_form,
                        struct scratch *at, uint32_t key) {
     const struct tensor copied = *tensor, *t = &copied;
@@ -100,13 +99,11 @@ INLINE void step_small(const struct tensor *tensor, int64_t o, int param_form, i
     const uint32_t key_m = noise_m(moment_form, key), key_v = noise_v(moment_form, key);
     two_of_16 *m16 = (two_of_16 *)t->m + o / 2, *v16 = (two_of_16 *)t->v + o / 2;
     two_of_8 *m8 = (two_of_8 *)t->m + o / 2, *v8 = (two_of_8 *)t->v + o / 2;
-    float (*m)[BLOCK / 2] = at->m, (*v)[BLOCK / 2] = at->v, (*way)[BLOCK / 2] = at->way;
+    float (*m)[BLOCK / 2] = at->m, (*v)[BLOCK / 2] = at->v, (*below)[BLOCK / 2] = at->below;
     const struct noise *noise = &at->noise;
     uint32_t most_m = 0, most_v = 0; /* from here on for INT8 only */
     float unit_m = 0, unit_v = 0, per_unit_m = 0, per_unit_v = 0;
 
-    FETCH_NEXT(t->m, moment_form);
-    FETCH_NEXT(t->v, moment_form);
     if (moment_form == INT8) {
         unit_m = t->m_scale[o / BLOCK] * UNIT_M, unit_v = t->v_scale[o / BLOCK] * UNIT_V;
         INDEPENDENT for (int i = 0; i < BLOCK; i++) {
@@ -115,7 +112,6 @@ INLINE void step_small(const struct tensor *tensor, int64_t o, int param_form, i
         }
         m16 = at->expanded_m, v16 = at->expanded_v;
     }
-    FETCH_NEXT(t->grad, grad_form);
     EACH_PAIR {
         struct pair g = load_pair(grad_form, t->grad, 0, o / 2 + j), old_m = load_pair(BF16, m16, 0, j), old_v = load_pair(BF16, v16, 0, j);
         if (moment_form == INT8) {
@@ -131,13 +127,11 @@ INLINE void step_small(const struct tensor *tensor, int64_t o, int param_form, i
         per_unit_m = 1.0f / ((t->m_scale[o / BLOCK] = block_scale(most_m)) * UNIT_M);
         per_unit_v = 1.0f / ((t->v_scale[o / BLOCK] = block_scale(most_v)) * UNIT_V);
     }
-    FETCH_NEXT(t->param, param_form);
-    if (param_form == SPLIT) FETCH_NEXT(t->low, BF16);
     EACH_PAIR {
         const float m0 = m[0][j], m1 = m[1][j], v0 = v[0][j], v1 = v[1][j];
         const uint32_t for_m0 = noise->m[0][j] ^ key_m, for_m1 = noise->m[1][j] ^ key_m;
         const uint32_t for_v0 = noise->v[0][j] ^ key_v, for_v1 = noise->v[1][j] ^ key_v;
-        way[0][j] = direction(k, m0, v0), way[1][j] = direction(k, m1, v1);
+        below[0][j] = denominator(k, v0), below[1][j] = denominator(k, v1);
         if (moment_form == BF16) {
             m16[j] = upper_halves(number_bits(m0) + for_m0, number_bits(m1) + for_m1);
             v16[j] = upper_halves(number_bits(v0) + for_v0, number_bits(v1) + for_v1);
@@ -148,7 +142,7 @@ INLINE void step_small(const struct tensor *tensor, int64_t o, int param_form, i
     }
     EACH_PAIR {
         struct pair p = load_pair(param_form, t->param, t->low, o / 2 + j);
-        p = (struct pair){descend(k, p.first, way[0][j]), descend(k, p.second, way[1][j])};
+        p = (struct pair){descend(k, p.first, m[0][j] / below[0][j]), descend(k, p.second, m[1][j] / below[1][j])};
         store_pair(param_form, t->param, t->low, o / 2 + j, p);
         if (has_copy) store_pair(BF16, t->copy, 0, o / 2 + j, p);
     }
