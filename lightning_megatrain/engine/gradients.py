@@ -59,6 +59,7 @@ class Gradients:
         self.landing = Landing()
         self._tasks: set[int] = set()
         self._from_autograd: list[tuple[Parameter, Tensor]] = []
+        self._used_outside: set[Parameter] = set()  # by a loss, past their layer
         self._handles: list[RemovableHandle] = []
 
     @property
@@ -84,18 +85,18 @@ class Gradients:
     def listen(self, node: Node, parameter: Parameter) -> None:
         """Takes over what autograd itself would accumulate in this backward into a parameter that the loss uses outside its layer too.
 
-        On an accelerator autograd would do so in another thread, while gradients of the layer arrive.
+        On an accelerator autograd would do so in another thread, while gradients of the layer arrive. And as in autograd the two are to be
+        summed before they are added to what `.grad` holds; so once it was seen that the loss uses a parameter, the layer's gradient waits.
 
         Args:
             node: The parameter's accumulator in the graph.
             parameter: The parameter.
         """
-        if self._lanes.in_host_memory:
-            return
 
         def take(gradients: tuple[Tensor | None, ...]) -> tuple[None]:
             if gradients[0] is not None:
                 self._from_autograd.append((parameter, gradients[0]))
+                self._used_outside.add(parameter)
             return (None,)
 
         self._handles.append(node.register_prehook(take))
@@ -108,8 +109,7 @@ class Gradients:
             more_to_come: Whether the layer ran more than once. As in autograd, the gradients of one backward are then summed with each
                 other before they are added to what `.grad` holds from earlier ones.
         """
-        if more_to_come:
-            self.landing.sum_over_backward(parameter for parameter, _ in gradients)
+        self.landing.sum_over_backward(parameter for parameter, _ in gradients if more_to_come or parameter in self._used_outside)
         if self._lanes.in_host_memory:
             self.landing.land(gradients, owned=True)
             return
