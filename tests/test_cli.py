@@ -1,6 +1,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -172,17 +173,43 @@ def test_a_model_from_a_folder_is_exported_without_its_old_weights(config, tmp_p
     assert model.dtype == torch.bfloat16
 
 
+def test_what_a_subclass_has_besides_the_model_is_left_out_with_a_warning(config):
+    class WithProbe(CausalLM):
+        def __init__(self, model, width=3):
+            super().__init__(model)
+            self.probe = torch.nn.Linear(2, width)
+
+    torch.manual_seed(0)
+    module = WithProbe(config["model"]["init_args"]["model"], width=5)
+    module.configure_model()
+    content = {"state_dict": module.state_dict(), "hyper_parameters": dict(module.hparams), "callbacks": {"best": Path("best.ckpt")}}
+    torch.save(content, "probed.ckpt")
+    with pytest.warns(UserWarning, match=r"other weights are left out: probe.weight, probe.bias\."):
+        main(["export", "--ckpt", "probed.ckpt", "--output", "out", "--tokenizer", "bytes", "--weights_only", "false"])
+    ids = torch.tensor([[1, 2, 3]])
+    expected = module.eval()({"input_ids": ids})
+    assert torch.equal(AutoModelForCausalLM.from_pretrained("out")(input_ids=ids).logits, expected)
+
+
 def test_export_refuses_what_it_cannot_do_and_writes_nothing(config, tmp_path, capsys):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     (tmp_path / "broken.ckpt").write_bytes(b"PK no")
     torch.save({"state_dict": {}}, tmp_path / "other.ckpt")
-    torch.save({"state_dict": {}, "hyper_parameters": {"model": config["model"]["init_args"]["model"]}}, tmp_path / "untold.ckpt")
+    hyperparameters = {"model": config["model"]["init_args"]["model"]}
+    bytes_ = {"tokenizer": "bytes"}
+    torch.save({"state_dict": {}, "hyper_parameters": hyperparameters}, tmp_path / "untold.ckpt")
+    torch.save({"state_dict": {}, "hyper_parameters": hyperparameters, "datamodule_hyper_parameters": bytes_}, tmp_path / "less.ckpt")
+    torch.save({"state_dict": {}, "hyper_parameters": hyperparameters, "callbacks": tmp_path}, tmp_path / "objects.ckpt")
+    (tmp_path / "sharded.ckpt").mkdir()
     for ckpt, output, message in (
         ("no.ckpt", "out", "There is no checkpoint no.ckpt"),
         ("other.ckpt", "full", "full exists and is not an empty folder"),
         ("broken.ckpt", "out", "broken.ckpt cannot be read as a checkpoint"),
         ("other.ckpt", "out", "other.ckpt is no checkpoint of a CausalLM"),
+        ("less.ckpt", "out", "The weights of less.ckpt are not those of its hyperparameter `model`"),
+        ("objects.ckpt", "out", "objects.ckpt holds more than tensors and plain values: pathlib"),
+        ("sharded.ckpt", "out", "sharded.ckpt is a folder, as FSDP and DeepSpeed write it"),
         ("untold.ckpt", "out", "does not name a tokenizer: give one with `--tokenizer`"),
     ):
         with pytest.raises(SystemExit):

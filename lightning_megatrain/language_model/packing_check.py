@@ -24,7 +24,7 @@ def check_packing(model: PreTrainedModel, run: Callable[[dict[str, torch.Tensor]
         rounding: The relative change of logits that is put down to rounding: 1e-3 in FP32, 2e-2 in BF16 with its 8 bits over some layers.
 
     Raises:
-        MisconfigurationException: It does not keep them apart.
+        MisconfigurationException: It does not keep them apart, or its logits are not finite.
     """
     positions = torch.tensor([[0, 1, 0, 1, 2], [0, 1, 2, 0, 1]])
     ids = torch.tensor([[0, 1, 2, 3, 4], [2, 3, 4, 0, 1]]) * 7 % model.config.get_text_config().vocab_size
@@ -34,6 +34,11 @@ def check_packing(model: PreTrainedModel, run: Callable[[dict[str, torch.Tensor]
         logits = run({"input_ids": ids.to(device), "position_ids": positions.to(device)}).logits.float()
     finally:
         model.train(training)
+    if not logits.isfinite().all():
+        raise MisconfigurationException(
+            f"{type(model).__name__} ({model.config.model_type}) makes logits that are not finite: look at its weights, "
+            "and at the checkpoint that they come from."
+        )
     swapped = torch.cat([logits[1, 3:], logits[1, :3]])
     change = ((logits[0] - swapped).abs().amax(-1) / logits[0].abs().amax(-1)).median().item()
     if not change <= rounding:

@@ -316,6 +316,16 @@ def test_a_model_that_ignores_positions_refuses_packed_rows():
         make_trainer(max_steps=1).fit(CausalLM(opt), loader([row], 1))
 
 
+def test_weights_that_are_not_finite_are_named_and_not_the_packing():
+    ids = torch.arange(3, 15)
+    row = {"input_ids": ids, "labels": ids, "position_ids": torch.arange(6).repeat(2)}
+    module = CausalLM(LLAMA)
+    module.configure_model()
+    torch.nn.init.constant_(module.model.lm_head.weight, float("nan"))
+    with pytest.raises(MisconfigurationException, match=r"LlamaForCausalLM \(llama\) makes logits that are not finite"):
+        make_trainer(max_steps=1).fit(module, loader([row], 1))
+
+
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_packed_documents_pass_the_check_in_every_precision(precision):
     ids = torch.arange(3, 15)
