@@ -136,8 +136,8 @@ INLINE void step_small(const struct tensor *tensor, int64_t o, int param_form, i
             m16[j] = upper_halves(number_bits(m0) + for_m0, number_bits(m1) + for_m1);
             v16[j] = upper_halves(number_bits(v0) + for_v0, number_bits(v1) + for_v1);
         } else {
-            at->codes_m[j] = encode_m(m0, per_unit_m, for_m0) | encode_m(m1, per_unit_m, for_m1) << 8;
-            at->codes_v[j] = encode_v(v0, per_unit_v, for_v0) | encode_v(v1, per_unit_v, for_v1) << 8;
+            at->codes_m[j] = upper_codes(encode_m(m0, per_unit_m, for_m0), encode_m(m1, per_unit_m, for_m1));
+            at->codes_v[j] = upper_codes(encode_v(v0, per_unit_v, for_v0), encode_v(v1, per_unit_v, for_v1));
         }
     }
     EACH_PAIR {
@@ -147,7 +147,8 @@ INLINE void step_small(const struct tensor *tensor, int64_t o, int param_form, i
         if (has_copy) store_pair(BF16, t->copy, 0, o / 2 + j, p);
     }
     if (moment_form == INT8) {
-        EACH_PAIR m8[j] = (uint16_t)at->codes_m[j], v8[j] = (uint16_t)at->codes_v[j];
+        EACH_PAIR m8[j] = (uint16_t)(at->codes_m[j] >> 16), v8[j] = (uint16_t)(at->codes_v[j] >> 16);
+        INDEPENDENT for (int i = 0; i < BLOCK; i++) ((uint8_t *)v8)[i] = not_zero(((uint8_t *)v8)[i]);
         if (!(per_unit_m > 0.0f)) memset(m8, 1, BLOCK); /* not finite: decodes to NaN as a whole */
         if (!(per_unit_v > 0.0f)) memset(v8, 1, BLOCK);
     }

@@ -27,17 +27,17 @@ INLINE uint16_t expand_v(uint8_t code) { return (uint16_t)(((uint32_t)code << 4)
 INLINE float decode_m(float expanded, float unit) { return (expanded - with_sign(expanded, 1.0f)) * unit; }
 INLINE float decode_v(float expanded, float unit) { return (expanded - 1.0f) * unit; }
 
-/* Of the two codes around a value one is drawn, so that the value is right on average. `noise` has ONE subtracted. */
+/* Of the two codes around a value one is drawn, so that the value is right on average. `noise` has ONE subtracted. The code comes in the
+ * top byte; what is below it means nothing. A finite value's use the sign and 27 bits, of another the whole block is overwritten. */
 INLINE uint32_t encode_m(float m, float per_unit, uint32_t noise) {
     float x = m * per_unit;
     uint32_t drawn = as_bits(x + with_sign(x, 1.0f)) + noise;
-    return (drawn >> 20 & 0x7fu) | (drawn >> 24 & 0x80u);
+    return drawn << 4 | (drawn & 0x80000000u);
 }
 
-INLINE uint32_t encode_v(float v, float per_unit, uint32_t noise) {
-    int32_t drawn = (int32_t)(as_bits(v * per_unit + 1.0f) + noise);
-    return (uint32_t)(drawn > 1 << 20 ? drawn : 1 << 20) >> 20; /* never zero: it is divided by */
-}
+INLINE uint32_t encode_v(float v, float per_unit, uint32_t noise) { return (as_bits(v * per_unit + 1.0f) + noise) << 4; }
+INLINE uint32_t upper_codes(uint32_t first, uint32_t second) { return first >> 8 | (second & 0xff000000u); } /* in the upper half */
+INLINE uint8_t not_zero(uint8_t code) { return code > 1 ? code : 1; } /* v is divided by */
 
 /* The noise. Element i's 32 random bits are place[i % BLOCK] ^ block[i / BLOCK], both hashes: they do not depend
  * on the order of work, cost one operation, and any two elements' are independent, which is all that a mean and a variance need. BF16

@@ -17,7 +17,7 @@ INLINE int bytes(int form) { return form == FP32 ? 4 : form == INT8 ? 1 : 2; }
 INLINE float as_float(uint32_t bits) { float f; memcpy(&f, &bits, 4); return f; }
 INLINE uint32_t as_bits(float f) { uint32_t b; memcpy(&b, &f, 4); return b; }
 INLINE uint32_t number_bits(float f) { return f != f ? 0x7fc00000u : as_bits(f); } /* so that no NaN wraps round when it is rounded */
-INLINE float with_sign(float sign, float positive) { return (int32_t)as_bits(sign) < 0 ? -positive : positive; }
+INLINE float with_sign(float sign, float positive) { return as_float((as_bits(sign) & 0x80000000u) | as_bits(positive)); }
 INLINE uint32_t larger(uint32_t a, uint32_t b) { return a > b ? a : b; }
 
 INLINE uint32_t nearest_bf16(float f) { /* in the upper half; ties to even, as torch's cast */
