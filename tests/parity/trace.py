@@ -26,9 +26,9 @@ CLIPPING: dict[str, dict[str, Any]] = {
     "norm": {"gradient_clip_val": 0.5},
     "value": {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
 }
-# Micro-batches a step, by the epoch from which on. Four epochs of three batches make steps of 1, 1, 1, then 3, then 3, then 2 and 1. With
-# another clipping at each step in turn, steps of one and steps of several are clipped in every way.
-EPOCHS, BATCHES_AN_EPOCH, ACCUMULATION = 4, 3, {0: 1, 1: 3, 3: 2}
+# Micro-batches a step, by the epoch from which on. Five epochs of two batches make steps of 1, 1, 1, 1, 2, 2 and 2. With another clipping
+# at each step in turn, steps of one and steps of two are clipped in every way.
+EPOCHS, BATCHES_AN_EPOCH, ACCUMULATION = 5, 2, {0: 1, 2: 2}
 
 logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # a dozen lines for each of hundreds of runs
 
