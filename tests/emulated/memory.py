@@ -1,8 +1,10 @@
 """Memory of the emulated device: who holds it, how much of it there is, and what becomes of it when it is let go."""
 
+import ctypes
 import threading
 from collections import deque
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -11,12 +13,16 @@ from torch import Tensor
 from tests.emulated.queues import Queue
 
 
-def poison_(memory: Tensor, dtype: torch.dtype) -> None:
-    """Fills flat uint8 `memory` with what no computation gives: NaN for floating point, an impossible index for integers."""
+@cache
+def _poison(dtype: torch.dtype) -> int:
     if dtype == torch.bool:
-        memory.fill_(1)
-    else:
-        memory.fill_(0xFF if dtype.is_floating_point or dtype.is_complex or dtype == torch.uint8 else 0x7F)
+        return 1
+    return 0xFF if dtype.is_floating_point or dtype.is_complex or dtype == torch.uint8 else 0x7F
+
+
+def poison_(memory: torch.UntypedStorage, dtype: torch.dtype) -> None:
+    """Fills `memory` with what no computation gives: NaN for floating point, an impossible index for integers."""
+    ctypes.memset(memory.data_ptr(), _poison(dtype), memory.nbytes())  # twice for each operator: a third of the time of `fill_`
 
 
 @dataclass
@@ -58,9 +64,9 @@ class Block:
     """
 
     def __init__(self, raw: Tensor, queue: Queue, counters: Counters) -> None:
-        self.memory = torch.empty(0, dtype=torch.uint8).set_(raw.untyped_storage())
+        self.memory = raw.untyped_storage()
         self.dtype, self.queue, self.counters = raw.dtype, queue, counters
-        self.nbytes = self.memory.numel()
+        self.nbytes = self.memory.nbytes()
         counters.allocated(self.nbytes)
 
     def __del__(self) -> None:

@@ -10,6 +10,8 @@ from typing_extensions import override
 from tests.emulated.device import DEVICE
 from tests.emulated.memory import Block, poison_
 
+_DEVICE = torch.device("emu", 0)
+
 
 class EmulatedTensor(Tensor):
     """A wrapper without numbers of its own: `raw` is the device memory as a CPU tensor, `block` the allocation it lies in."""
@@ -21,7 +23,7 @@ class EmulatedTensor(Tensor):
     @staticmethod
     def __new__(cls, raw: Tensor, block: Block) -> "EmulatedTensor":
         tensor = Tensor._make_wrapper_subclass(
-            cls, raw.size(), strides=raw.stride(), storage_offset=raw.storage_offset(), dtype=raw.dtype, layout=raw.layout, device="emu:0"
+            cls, raw.size(), strides=raw.stride(), storage_offset=raw.storage_offset(), dtype=raw.dtype, layout=raw.layout, device=_DEVICE
         )
         tensor.raw, tensor.block = raw, block
         return tensor

@@ -43,7 +43,7 @@ def to_copy(func: Any, source: Tensor, *, device: Any = None, non_blocking: bool
         DEVICE.compute.flush()
         return func(raw, **options)
     result = torch.empty_like(raw, dtype=options.get("dtype"), memory_format=options.get("memory_format") or torch.preserve_format)
-    poison_(torch.empty(0, dtype=torch.uint8).set_(result.untyped_storage()), result.dtype)
+    poison_(result.untyped_storage(), result.dtype)
     DEVICE.compute.add(lambda: result.copy_(raw))
     return result
 
