@@ -1,6 +1,6 @@
 """The wheel holds the whole package under its public names, and nothing else; its compiled kernel reaches users who have no compiler.
 
-In one file, so that one worker builds the wheel.
+In one file, as tests that lie together run in one process, which builds the wheel once.
 """
 
 import email
