@@ -3,14 +3,13 @@
 It runs where the kernel could not be built, and is the specification the kernel is tested against.
 """
 
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from lightning_megatrain.optim import moments
-from lightning_megatrain.optim.masters import flat, join, split
+from lightning_megatrain.optim.masters import join, split
 from lightning_megatrain.optim.scalars import Scalars
 
 PIECE = 1 << 18  # elements at a time, so that temporaries stay in the cache
@@ -18,7 +17,7 @@ PIECE = 1 << 18  # elements at a time, so that temporaries stay in the cache
 
 @dataclass(slots=True)
 class Update:
-    """One tensor's share of a step. All tensors are dense and lie in memory like the parameter, of n elements.
+    """One tensor's share of a step. All tensors are of one dimension and n elements, in the order of memory.
 
     Attributes:
         param: FP32 or BF16; written.
@@ -46,16 +45,11 @@ class Update:
     max_exp_avg_sq: Tensor | None = None
     working_copy: Tensor | None = None
 
-    def flattened(self) -> "Update":
-        """The same update over 1-D views in memory order."""
-        tensors: dict[str, Any] = {name: flat(value) for name in self.__slots__ if isinstance(value := getattr(self, name), Tensor)}
-        return replace(self, **tensors)
-
 
 @torch.no_grad()
 def run(updates: list[Update]) -> None:
     """Apply the updates, piece by piece, with torch's operators and threads."""
-    for update in map(Update.flattened, updates):
+    for update in updates:
         for begin in range(0, update.param.numel(), PIECE):
             _step_piece(update, begin, min(begin + PIECE, update.param.numel()))
 

@@ -2,8 +2,9 @@
 
 import functools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from operator import add, le
 from typing import Any
 
 import torch
@@ -17,11 +18,27 @@ def describe(tensor: Tensor) -> str:
 
 
 def same_layout(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors have the same elements at the same places in memory."""
-    return a.shape == b.shape and ((a.is_contiguous() and b.is_contiguous()) or a.stride() == b.stride())
+    """Whether two tensors of the same shape have the same elements at the same places in memory."""
+    return (a.is_contiguous() and b.is_contiguous()) or a.stride() == b.stride()
 
 
-def check_group(group: dict[str, Any], moments: str) -> None:
+def is_working_copy(copy: Tensor, parameter: Tensor) -> bool:
+    """Whether a tensor can be the BF16 copy of an FP32 parameter."""
+    kinds = isinstance(copy, torch.BFloat16Tensor) and isinstance(parameter, torch.FloatTensor)
+    return kinds and copy.shape == parameter.shape and same_layout(copy, parameter)
+
+
+def check_options(masters: str, moments: str, threads: int | None) -> None:
+    """Raise ValueError for an option of the whole optimizer that is none."""
+    if masters not in ("fp32", "split", "none"):
+        raise ValueError(f'masters is "fp32", "split" or "none", not {masters!r}')
+    if moments not in ("fp32", "bf16", "int8"):
+        raise ValueError(f'moments is "fp32", "bf16" or "int8", not {moments!r}')
+    if threads is not None and threads < 1:
+        raise ValueError(f"threads must be at least 1, not {threads}; None takes torch.get_num_threads()")
+
+
+def check_group(group: Mapping[str, Any], moments: str) -> None:
     """Raise ValueError for a hyperparameter that is out of range or has no meaning here."""
     lr, (beta1, beta2) = float(group["lr"]), (float(beta) for beta in group["betas"])
     if not lr >= 0:
@@ -42,12 +59,12 @@ def check_group(group: dict[str, Any], moments: str) -> None:
 
 def check_parameter(parameter: Tensor, masters: str) -> None:
     """Raise TypeError for a parameter that cannot be updated here; warn once where its updates will be rounded to BF16."""
-    if parameter.device.type != "cpu":
+    if not parameter.is_cpu:
         raise TypeError(
             f"HostAdamW updates parameters in host memory, this one is {describe(parameter)}; move it with .cpu(), "
             "or give it to torch.optim.AdamW(fused=True)"
         )
-    if _is_made_of_others(parameter) or parameter.is_inference():
+    if is_made_of_others(parameter) or parameter.is_inference():
         raise TypeError(
             f"HostAdamW writes a parameter's own memory, and a {type(parameter).__name__} {describe(parameter)} has none that it may write "
             "(FSDP2 and tensor parallelism shard it, quantization packs it, inference mode freezes it); use torch.optim.AdamW(fused=True)"
@@ -70,13 +87,27 @@ def check_parameter(parameter: Tensor, masters: str) -> None:
         )
 
 
+def check_working_copy(copy: Tensor, parameter: Tensor) -> None:
+    """Raise ValueError for a tensor that cannot be the BF16 copy of a parameter."""
+    if not is_working_copy(copy, parameter):
+        raise ValueError(
+            f"a working copy is BF16 and of an FP32 parameter's shape and strides on the CPU: parameter {describe(parameter)}, "
+            f"copy {describe(copy)}; torch.empty_like(parameter, dtype=torch.bfloat16) makes one"
+        )
+
+
 def check_apart(params: Sequence[Tensor]) -> None:
     """Raise ValueError if two parameters share memory, which threads would then write at once."""
-    spans = sorted((p.data_ptr(), p.data_ptr() + p.nbytes, tuple(p.shape)) for p in params if p.numel())
+    begins = [p.data_ptr() for p in params]
+    ends = map(add, begins, [p.nbytes for p in params])
+    if all(map(le, sorted(ends), sorted(begins)[1:])):  # the first ends before the second begins, and so on
+        return
+    spans = sorted([(begin := p.data_ptr(), begin + p.nbytes, number) for number, p in enumerate(params) if p.nbytes])
     for (_, end, one), (begin, _, other) in pairwise(spans):
         if begin < end:
+            shapes = f"{tuple(params[one].shape)} and {tuple(params[other].shape)}"
             raise ValueError(
-                f"parameters of shapes {one} and {other} share memory, or are one parameter twice. Tie weights by the parameter itself "
+                f"parameters of shapes {shapes} share memory, or are one parameter twice. Tie weights by the parameter itself "
                 "(head.weight = embedding.weight), not by its .data"
             )
 
@@ -90,24 +121,25 @@ def checked_gradient(parameter: Tensor, gradient: Tensor | None) -> Tensor:
     """
     if gradient is None:
         raise ValueError(f"parameter {describe(parameter)} has no gradient; leave it out of this update")
-    if gradient.layout != torch.strided:
+    if gradient.layout is not torch.strided:
         raise TypeError(
             "HostAdamW takes dense gradients, not sparse ones; make the embedding with sparse=False, or give its parameters to "
             "torch.optim.SparseAdam"
         )
-    if _is_made_of_others(gradient):
+    if is_made_of_others(gradient):
         raise TypeError(f"HostAdamW reads a gradient's own memory, and a {type(gradient).__name__} has none; give it .to_local()")
-    if gradient.device.type != "cpu":
+    if not gradient.is_cpu:
         raise TypeError(f"HostAdamW takes gradients in host memory, this one is {describe(gradient)}; move it with .cpu()")
     if gradient.shape != parameter.shape:
         raise ValueError(f"gradient {describe(gradient)} for a parameter of shape {tuple(parameter.shape)}")
-    dtype = gradient.dtype if gradient.dtype == torch.bfloat16 else torch.float32
-    if dtype == gradient.dtype and same_layout(parameter, gradient) and not gradient.is_neg():
+    if gradient.dtype in (torch.float32, torch.bfloat16) and same_layout(parameter, gradient) and not gradient.is_neg():
         return gradient
+    dtype = torch.bfloat16 if gradient.dtype == torch.bfloat16 else torch.float32
     return torch.empty_like(parameter, dtype=dtype, requires_grad=False).copy_(gradient)
 
 
-def _is_made_of_others(tensor: Tensor) -> bool:
+def is_made_of_others(tensor: Tensor) -> bool:
+    """Whether a tensor has no memory of its own: DTensor, and what quantization packs."""
     return type(tensor) not in (Tensor, Parameter) and hasattr(tensor, "__tensor_flatten__")
 
 

@@ -11,10 +11,17 @@ from torch.autograd.graph import increment_version
 from typing_extensions import override
 
 from lightning_megatrain.optim import kernel, saved_state, state
-from lightning_megatrain.optim.arithmetic import Update
-from lightning_megatrain.optim.checks import check_apart, check_group, check_parameter, checked_gradient, describe, same_layout
+from lightning_megatrain.optim.checks import (
+    check_apart,
+    check_group,
+    check_options,
+    check_parameter,
+    check_working_copy,
+    checked_gradient,
+    describe,
+)
 from lightning_megatrain.optim.masters import join, split
-from lightning_megatrain.optim.scalars import Scalars
+from lightning_megatrain.optim.plan import Record, begin_step, first_row, records_of, valid_low_half
 
 Masters = Literal["fp32", "split", "none"]
 
@@ -83,12 +90,7 @@ class HostAdamW(torch.optim.Optimizer):
         moments: state.Moments = "fp32",
         threads: int | None = None,
     ) -> None:
-        if masters not in ("fp32", "split", "none"):
-            raise ValueError(f'masters is "fp32", "split" or "none", not {masters!r}')
-        if moments not in ("fp32", "bf16", "int8"):
-            raise ValueError(f'moments is "fp32", "bf16" or "int8", not {moments!r}')
-        if threads is not None and threads < 1:
-            raise ValueError(f"threads must be at least 1, not {threads}; None takes torch.get_num_threads()")
+        check_options(masters, moments, threads)
         self.masters, self.moments, self.threads = masters, moments, threads
         self._reset_links()
         defaults = {
@@ -122,7 +124,7 @@ class HostAdamW(torch.optim.Optimizer):
                 gradient, parameter.grad = parameter.grad, None
                 parameter.grad_dtype = torch.float32
                 parameter.grad = gradient if gradient is None else gradient.float()
-        self._places.clear()
+        self._numbered = False
 
     @override
     def step(self, closure: Callable[[], Any] | None = None, *, grad_scale: float = 1.0) -> Any:
@@ -173,19 +175,33 @@ class HostAdamW(torch.optim.Optimizer):
         """
         if not params:
             return
-        for parameter in params:
-            check_parameter(parameter, self.masters)
+        groups = groups or self.param_groups
+        known = self._records if self._numbered else {}
+        records = [known.get(p) or self._record(p) for p in params]
+        options = [(self.masters, group["amsgrad"]) for group in groups]
+        grads: list[Any] = [p.grad for p in params] if gradients is None else list(gradients)
+        states, none = self.state, state.State()
+        rows: list[Any] = [
+            r.form and r.form.row(p, g, states.get(p, none), r.working_copy, options[r.group])
+            for p, g, r in zip(params, grads, records, strict=True)
+        ]
+        changed = [number for number, row in enumerate(rows) if row is None]  # since they last passed all checks
+        for number in changed:
+            check_parameter(params[number], self.masters)
         check_apart(params)
-        arrived = [p.grad for p in params] if gradients is None else gradients
-        grads = [checked_gradient(p, g) for p, g in zip(params, arrived, strict=True)]
-        self.allocate(params)
-        updates = self._plan(params, grads, grad_scale, groups or self.param_groups)
+        for number in changed:
+            grads[number] = checked_gradient(params[number], grads[number])
+        for number in changed:
+            parameter, record = params[number], records[number]
+            held = self._allocate(parameter, groups[record.group])
+            rows[number] = first_row(record, parameter, grads[number], held, options[record.group])
+        tensors = begin_step(rows, params, records, states, groups, grad_scale)
         try:
-            kernel.run([u for u in updates if u.param.numel()], self.threads or torch.get_num_threads())
+            kernel.run(tensors, self.threads or torch.get_num_threads())
         finally:  # Ctrl-C shows when the kernel is done
             increment_version(params)  # the kernel writes by address; autograd must know
-            for parameter in params:
-                self._versions[parameter] = parameter._version
+            for parameter, record in zip(params, records, strict=True):
+                record.version = parameter._version
 
     def allocate(self, params: Iterable[Tensor] | None = None) -> None:
         """Make the state of these parameters (all when None) where there is none: zeroed memory, touched at the first step.
@@ -193,22 +209,7 @@ class HostAdamW(torch.optim.Optimizer):
         A state that is there already follows its parameter, whose dtype or layout someone may have changed.
         """
         for parameter in params if params is not None else chain.from_iterable(g["params"] for g in self.param_groups):
-            group = self.param_groups[self._place(parameter)[0]]
-            held, low = self.state[parameter], self._is_split(parameter)
-            moments = state.moments_form(held) if held else self.moments
-            if group["amsgrad"] and moments != "fp32":
-                check_group(group, moments)
-            if not held:
-                self.state[parameter] = state.new(parameter, moments, amsgrad=group["amsgrad"], low=low)
-                continue
-            if not state.lies_like(held, parameter):
-                held = self.state[parameter] = saved_state.laid_like(parameter, held)
-            if group["amsgrad"] and "max_exp_avg_sq" not in held:
-                held["max_exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.float32, requires_grad=False)
-            if low and "master_low" not in held:  # the parameter was FP32 until now
-                held["master_low"] = torch.zeros_like(parameter, dtype=torch.int16, requires_grad=False)
-            elif not low:
-                held.pop("master_low", None)
+            self._allocate(parameter, self.param_groups[self._record(parameter).group])
 
     def set_working_copy(self, parameter: Tensor, copy: Tensor | None) -> None:
         """Keep a BF16 copy of an FP32 parameter: filled now, and rewritten by each step in the same pass (round to nearest even).
@@ -220,23 +221,19 @@ class HostAdamW(torch.optim.Optimizer):
         Raises:
             ValueError: if the two do not match.
         """
-        self._place(parameter)
+        record = self._record(parameter)
         if copy is None:
-            self._working_copies.pop(parameter, None)
+            record.working_copy = None
             return
-        dtypes = (parameter.dtype, copy.dtype)
-        if dtypes != (torch.float32, torch.bfloat16) or copy.device.type != "cpu" or not same_layout(parameter, copy):
-            raise ValueError(
-                f"a working copy is BF16 and of an FP32 parameter's shape and strides on the CPU: parameter {describe(parameter)}, "
-                f"copy {describe(copy)}; torch.empty_like(parameter, dtype=torch.bfloat16) makes one"
-            )
+        check_working_copy(copy, parameter)
         with torch.no_grad():
             copy.copy_(parameter)
-        self._working_copies[parameter], self._versions[parameter] = copy, parameter._version
+        record.working_copy, record.version = copy, parameter._version
 
     def wrote(self, parameter: Tensor, copy: Tensor) -> bool:
         """Whether `copy` is the parameter's working copy and has its value: nobody else wrote the parameter in a way that can be seen."""
-        return self._working_copies.get(parameter) is copy and self._versions.get(parameter) == parameter._version
+        record = self._records.get(parameter)
+        return record is not None and record.working_copy is copy and record.version == parameter._version
 
     def master(self, parameter: Tensor) -> Tensor:
         """The exact FP32 value of a parameter, as a new tensor where the parameter is held in two halves, else the parameter's own."""
@@ -250,7 +247,7 @@ class HostAdamW(torch.optim.Optimizer):
         Zero once someone else has written the parameter, whose value is then the whole value.
         """
         self.allocate([parameter])
-        return self._valid_low_half(parameter)
+        return valid_low_half(parameter, self.state[parameter], self._record(parameter))
 
     @torch.no_grad()
     def set_master(self, parameter: Tensor, value: Tensor) -> None:
@@ -260,16 +257,17 @@ class HostAdamW(torch.optim.Optimizer):
             parameter: a parameter of this optimizer.
             value: FP32, of its shape.
         """
+        record = self._record(parameter)
         if self._is_split(parameter):
             self.allocate([parameter])
             high, low = split(torch.empty_like(parameter, dtype=torch.float32).copy_(value))
             parameter.copy_(high)
             self.state[parameter]["master_low"].copy_(low)
-            self._versions[parameter] = parameter._version
+            record.version = parameter._version
         else:
             parameter.copy_(value)
-        if parameter in self._working_copies:
-            self._working_copies[parameter].copy_(parameter)
+        if record.working_copy is not None:
+            record.working_copy.copy_(parameter)
 
     @override
     def state_dict(self, *, masters: bool = True) -> dict[str, Any]:
@@ -331,9 +329,9 @@ class HostAdamW(torch.optim.Optimizer):
             new = {**new, "state": self._imported(self._incoming)}
             self._incoming = None
         super().__setstate__(new)
-        if "_places" not in self.__dict__:  # unpickled, or a deep copy
+        if "_records" not in self.__dict__:  # unpickled, or a deep copy
             self._reset_links()
-        self._places.clear()
+        self._numbered = False
         for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
@@ -345,9 +343,8 @@ class HostAdamW(torch.optim.Optimizer):
     def _reset_links(self) -> None:
         self.next_grad_scale = 1.0
         self.take_step = self._update_at_once
-        self._places: dict[Tensor, tuple[int, int]] = {}  # parameter -> its group, and its number among all
-        self._working_copies: dict[Tensor, Tensor] = {}
-        self._versions: dict[Tensor, int] = {}  # of each parameter when we last wrote it
+        self._records: dict[Tensor, Record] = {}
+        self._numbered = False  # whether the records are those of the groups
 
     def _update_at_once(self, params: list[Tensor], grad_scale: float) -> None:
         self.update(params, grad_scale=grad_scale)
@@ -355,27 +352,17 @@ class HostAdamW(torch.optim.Optimizer):
     def _is_split(self, parameter: Tensor) -> bool:
         return self.masters == "split" and parameter.dtype == torch.bfloat16
 
-    def _valid_low_half(self, parameter: Tensor) -> Tensor:
-        low: Tensor = self.state[parameter]["master_low"]
-        if self._versions.setdefault(parameter, parameter._version) != parameter._version:
-            low.zero_()
-            self._versions[parameter] = parameter._version
-        return low
-
-    def _working_copy(self, parameter: Tensor) -> Tensor | None:
-        copy = self._working_copies.get(parameter)
-        if copy is not None and not (parameter.dtype == torch.float32 and same_layout(parameter, copy)):
-            del self._working_copies[parameter]  # it is of what the parameter was
-            return None
-        return copy
-
-    def _place(self, parameter: Tensor) -> tuple[int, int]:
-        if parameter not in self._places:
-            pairs = [(p, i) for i, group in enumerate(self.param_groups) for p in group["params"]]
-            self._places = {p: (i, number) for number, (p, i) in enumerate(pairs)}
-            if parameter not in self._places:
+    def _record(self, parameter: Tensor) -> Record:
+        if not (self._numbered and parameter in self._records):
+            self._records, self._numbered = records_of(self.param_groups, self._records), True
+            if parameter not in self._records:
                 raise ValueError(f"parameter {describe(parameter)} is in none of this optimizer's groups; see add_param_group")
-        return self._places[parameter]
+        return self._records[parameter]
+
+    def _allocate(self, parameter: Tensor, group: dict[str, Any]) -> state.State:
+        low = self._is_split(parameter)
+        held = self.state[parameter] = saved_state.fitting(parameter, self.state[parameter], self.moments, group, low=low)
+        return held
 
     def _imported(self, loaded: dict[str, Any]) -> defaultdict[Tensor, state.State]:
         keys = chain.from_iterable(group["params"] for group in loaded["param_groups"])
@@ -388,39 +375,9 @@ class HostAdamW(torch.optim.Optimizer):
         for parameter, saved in pairs:
             own, low = self.state.get(parameter, {}), self._is_split(parameter)
             exact = self.low_half(parameter) if "master_low" in own and low else None
-            if not saved:
-                if exact is not None:  # of a step that is still to come, but of the weight that is there
-                    states[parameter] = state.new(parameter, self.moments, amsgrad=False, low=True) | {"master_low": exact}
-                continue
-            if not own or not state.lies_like(own, parameter):
-                own = state.new(parameter, self.moments, amsgrad=False, low=low)
-                if exact is not None:
-                    own["master_low"].copy_(exact)
-            saved_state.imported(parameter, own, saved)
-            self._versions[parameter] = parameter._version
-            states[parameter] = own
+            if saved:
+                states[parameter] = saved_state.taken_in(parameter, own, saved, self.moments, low=low, exact=exact)
+                self._record(parameter).version = parameter._version
+            elif exact is not None:  # of a step that is still to come, but of the weight that is there
+                states[parameter] = state.new(parameter, self.moments, amsgrad=False, low=True) | {"master_low": exact}
         return states
-
-    def _plan(self, params: Sequence[Tensor], grads: list[Tensor], grad_scale: float, groups: Sequence[dict[str, Any]]) -> list[Update]:
-        """Count the step and lay out each parameter's update; `scalars` are shared by all that are at the same step of the same group."""
-        torch._foreach_add_([self.state[p]["step"] for p in params], 1)
-        scalars: dict[tuple[int, int], Scalars] = {}
-        updates = []
-        for parameter, gradient in zip(params, grads, strict=True):
-            held, (group_number, number) = self.state[parameter], self._place(parameter)
-            group, t = groups[group_number], int(held["step"].item())
-            if (group_number, t) not in scalars:
-                scalars[group_number, t] = Scalars.of(group, t, grad_scale)
-            updates.append(
-                Update(
-                    parameter,
-                    gradient,
-                    scalars[group_number, t],
-                    (t * 0x9E3779B1 + number * 0x85EBCA6B) & 0xFFFFFFFF,
-                    *state.moment_tensors(held),
-                    low=self._valid_low_half(parameter) if "master_low" in held else None,  # as `allocate` has it
-                    max_exp_avg_sq=held["max_exp_avg_sq"] if group["amsgrad"] else None,
-                    working_copy=self._working_copy(parameter),
-                )
-            )
-        return updates

@@ -3,51 +3,45 @@
 import ctypes
 import functools
 import os
+import struct
 import time
 import warnings
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from lightning_megatrain.optim import arithmetic
 from lightning_megatrain.optim.arithmetic import Update
+from lightning_megatrain.optim.moments import block_count
 from lightning_megatrain.optim.scalars import Scalars
 from lightning_megatrain.optim.workers import Workers
 
 LIBRARY = Path(__file__).with_name("libhost_adamw.so")
-_FORMS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 3}
-_SPLIT = 2
+FORMS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 3}
+SPLIT = 2
 _FORMAT = 2  # of what host_adamw.c stores
 
-
-class _Tensor(ctypes.Structure):
-    """`struct tensor` of host_adamw.c, field by field."""
-
-    _fields_ = [
-        ("n", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("param", "low", "grad", "m", "v", "m_scale", "v_scale", "v_max", "copy")),
-        *((name, ctypes.c_int32) for name in ("param_form", "grad_form", "moment_form")),
-        ("seed", ctypes.c_uint32),
-        ("scalars", Scalars),
-    ]
+ROW = struct.Struct(f"q9P3iI{ctypes.sizeof(Scalars)}s0q")
+"""`struct tensor` of host_adamw.c, field by field: n; the addresses of param, low, grad, m, v, m_scale, v_scale, v_max and copy (or 0); the
+forms of param, grad and moments; seed; `Scalars` as bytes."""
 
 
-def run(updates: list[Update], threads: int) -> None:
+def run(tensors: ctypes.Array[ctypes.c_char], threads: int) -> None:
     """Apply the updates with the compiled kernel, or in torch where there is none.
 
     Args:
-        updates: the tensors of a step; none may share memory with another.
+        tensors: a `ROW` for each tensor of a step, which the caller keeps alive; none may share memory with another.
         threads: how many threads work, this one included. The result does not depend on it.
     """
     library = load()
     if library is None:
-        arithmetic.run(updates)
+        arithmetic.run([_in_torch(*row) for row in ROW.iter_unpack(tensors) if row[0]])
         return
-    tensors = (_Tensor * len(updates))(*map(_describe, updates))
+    count = len(tensors) // ROW.size
     next_piece = ctypes.c_int64(0)
-    arguments = (tensors, len(updates), ctypes.byref(next_piece))
+    arguments = (tensors, count, ctypes.byref(next_piece))
     begun: list[None] = []
     ended: list[None] = []
 
@@ -60,7 +54,7 @@ def run(updates: list[Update], threads: int) -> None:
         while len(ended) < len(begun):
             time.sleep(1e-5)
 
-    pieces = sum(-(-u.param.numel() // arithmetic.PIECE) for u in updates)
+    pieces = count if count >= threads else sum(-(-row[0] // arithmetic.PIECE) for row in ROW.iter_unpack(tensors))
     with ExitStack() as whatever_happens:  # Ctrl-C leaves a whole step, and no thread in memory that somebody then frees
         whatever_happens.callback(wait)
         whatever_happens.callback(library.megatrain_host_adamw, *arguments)
@@ -73,7 +67,7 @@ def load() -> ctypes.CDLL | None:
     try:
         library = ctypes.CDLL(str(LIBRARY))
         library.megatrain_host_adamw_abi.restype = ctypes.c_int64
-        if library.megatrain_host_adamw_abi() != _FORMAT << 32 | ctypes.sizeof(_Tensor):
+        if library.megatrain_host_adamw_abi() != _FORMAT << 32 | ROW.size:
             raise OSError(f"{LIBRARY} was built from another version")
     except OSError as error:
         warnings.warn(
@@ -84,7 +78,7 @@ def load() -> ctypes.CDLL | None:
         )
         return None
     library.megatrain_host_adamw.restype = None
-    library.megatrain_host_adamw.argtypes = [ctypes.POINTER(_Tensor), ctypes.c_int64, ctypes.POINTER(ctypes.c_int64)]
+    library.megatrain_host_adamw.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.POINTER(ctypes.c_int64)]
     return library
 
 
@@ -97,25 +91,39 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_workers.cache_clear)  # threads do not survive a fork
 
 
-def _describe(u: Update) -> _Tensor:
-    return _Tensor(
-        u.param.numel(),
-        u.param.data_ptr(),
-        _address(u.low),
-        u.grad.data_ptr(),
-        u.exp_avg.data_ptr(),
-        u.exp_avg_sq.data_ptr(),
-        _address(u.exp_avg_scale),
-        _address(u.exp_avg_sq_scale),
-        _address(u.max_exp_avg_sq),
-        _address(u.working_copy),
-        _FORMS[u.param.dtype] if u.low is None else _SPLIT,
-        _FORMS[u.grad.dtype],
-        _FORMS[u.exp_avg.dtype],
-        u.seed,
-        u.scalars,
+def _in_torch(
+    n: int,
+    param: int,
+    low: int,
+    grad: int,
+    m: int,
+    v: int,
+    m_scale: int,
+    v_scale: int,
+    v_max: int,
+    copy: int,
+    param_form: int,
+    grad_form: int,
+    moment_form: int,
+    seed: int,
+    scalars: bytes,
+) -> Update:
+    """A `ROW` as tensors of one dimension over the same memory."""
+
+    def tensor(address: int, dtype: torch.dtype, length: int = n) -> Any:
+        return torch.frombuffer((ctypes.c_char * (length * dtype.itemsize)).from_address(address), dtype=dtype) if address else None
+
+    dtypes = {0: torch.float32, 1: torch.bfloat16, SPLIT: torch.bfloat16}
+    return Update(
+        tensor(param, dtypes[param_form]),
+        tensor(grad, dtypes[grad_form]),
+        Scalars.from_buffer_copy(scalars),
+        seed,
+        tensor(m, dtypes.get(moment_form, torch.int8)),
+        tensor(v, dtypes.get(moment_form, torch.uint8)),
+        tensor(m_scale, torch.float32, block_count(n)),
+        tensor(v_scale, torch.float32, block_count(n)),
+        tensor(low, torch.int16),
+        tensor(v_max, torch.float32),
+        tensor(copy, torch.bfloat16),
     )
-
-
-def _address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()

@@ -1,13 +1,16 @@
 """How what HostAdamW holds enters and leaves a state dictionary, and passes from one form to another."""
 
 import warnings
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_megatrain.optim import moments as codes
+from lightning_megatrain.optim.checks import check_group
 from lightning_megatrain.optim.masters import flat, join, split
-from lightning_megatrain.optim.state import State, full_moments, moment_tensors, moments_form, new
+from lightning_megatrain.optim.state import Moments, State, full_moments, lies_like, moment_tensors, moments_form, new
 
 
 def with_full_moments(held: State) -> State:
@@ -36,6 +39,25 @@ def check_saved(parameter: Tensor, saved: State) -> None:
     shape = moment_tensors(saved)[0].shape
     if shape != parameter.shape:
         raise ValueError(f"the loaded state is of a parameter of shape {tuple(shape)}, this one has {tuple(parameter.shape)}")
+
+
+def taken_in(parameter: Tensor, own: State, saved: State, moments: Moments, *, low: bool, exact: Tensor | None) -> State:
+    """A parameter's state with the values of a saved one: its own, or a new one where it has none that fits.
+
+    Args:
+        parameter: as for `imported`.
+        own: its state until now.
+        saved: a state that `check_saved` has passed.
+        moments: in what form a new state holds its moments.
+        low: whether a new state has "master_low".
+        exact: the low half until now.
+    """
+    if not own or not lies_like(own, parameter):
+        own = new(parameter, moments, amsgrad=False, low=low)
+        if exact is not None:
+            own["master_low"].copy_(exact)
+    imported(parameter, own, saved)
+    return own
 
 
 @torch.no_grad()
@@ -99,9 +121,41 @@ def _import_master(parameter: Tensor, own: State, master: Tensor) -> None:
         parameter.copy_(master)
 
 
+def fitting(parameter: Tensor, held: State, moments: Moments, group: Mapping[str, Any], *, low: bool) -> State:
+    """The state as a parameter wants it now, whose dtype, layout or options someone may have changed.
+
+    Args:
+        parameter: the parameter.
+        held: its state until now, changed where necessary and returned if the parameter lies in memory as it did; empty for a new one.
+        moments: in what form a new state holds its moments.
+        group: with "amsgrad", whether to hold "max_exp_avg_sq", which is never dropped.
+        low: whether to hold "master_low".
+
+    Raises:
+        ValueError: the parameter has another shape than it had, or AMSGrad has no exact moments.
+        TypeError: somebody else put other tensors into the state.
+    """
+    form, amsgrad = moments_form(held) if held else moments, group["amsgrad"]
+    if amsgrad and form != "fp32":
+        check_group(group, form)
+    if not held:
+        return new(parameter, moments, amsgrad=amsgrad, low=low)
+    if not lies_like(held, parameter):
+        held = _laid_like(parameter, held)
+    if not isinstance(held["step"], torch.FloatTensor) or held["step"].numel() != 1:
+        held["step"] = torch.tensor(float(held["step"]))
+    if amsgrad and "max_exp_avg_sq" not in held:
+        held["max_exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.float32, requires_grad=False)
+    if low and "master_low" not in held:  # the parameter was FP32 until now
+        held["master_low"] = torch.zeros_like(parameter, dtype=torch.int16, requires_grad=False)
+    elif not low:
+        held.pop("master_low", None)
+    return held
+
+
 @torch.no_grad()
-def laid_like(parameter: Tensor, held: State) -> State:
-    """The same state for a parameter that has another layout in memory now; 8-bit moments are coded anew, as their blocks are others."""
+def _laid_like(parameter: Tensor, held: State) -> State:
+    """The same state in another layout; 8-bit moments are coded anew, as their blocks are others."""
     low = held.get("master_low")
     own = new(parameter, moments_form(held), amsgrad="max_exp_avg_sq" in held, low=low is not None)
     imported(parameter, own, held)

@@ -63,6 +63,11 @@ def moment_tensors(state: State) -> tuple[Tensor, Tensor, Tensor | None, Tensor 
     return state["exp_avg"], state["exp_avg_sq"], None, None
 
 
+def moment_names(state: State) -> tuple[str, str]:
+    """Under what names a state holds its moments."""
+    return ("exp_avg_codes", "exp_avg_sq_codes") if "exp_avg_codes" in state else ("exp_avg", "exp_avg_sq")
+
+
 def full_moments(state: State) -> tuple[Tensor, Tensor]:
     """Both moments in FP32."""
     m, v, m_scale, v_scale = moment_tensors(state)
@@ -88,7 +93,7 @@ def moments_form(state: State) -> Moments:
         TypeError: somebody else put other tensors there.
     """
     m, v, _, _ = moment_tensors(state)
-    if (m.dtype, v.dtype) not in _FORMS or (m.device.type, v.device.type) != ("cpu", "cpu"):
+    if (m.dtype, v.dtype) not in _FORMS or not (m.is_cpu and v.is_cpu):
         raise TypeError(f"moments {describe(m)} and {describe(v)} are in no form of HostAdamW's; load a state with load_state_dict()")
     return _FORMS[m.dtype, v.dtype]
 
@@ -99,12 +104,13 @@ def lies_like(state: State, parameter: Tensor) -> bool:
     Raises:
         ValueError: the parameter has another shape than it had.
     """
+    shape = parameter.shape
     for name, tensor in state.items():
         if name in _ONE_A_TENSOR:
             continue
-        if tensor.shape != parameter.shape:
+        if tensor.shape != shape:
             raise ValueError(
-                f"a parameter of shape {tuple(tensor.shape)} has become {tuple(parameter.shape)} since its last step. Make a new "
+                f"a parameter of shape {tuple(tensor.shape)} has become {tuple(shape)} since its last step. Make a new "
                 "optimizer, or delete optimizer.state[parameter] to begin it again"
             )
         if not same_layout(tensor, parameter):

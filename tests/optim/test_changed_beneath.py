@@ -1,12 +1,16 @@
 """What someone changes between two steps: a parameter's dtype, layout or size, its gradient's form, the optimizer's own state."""
 
+import copy
+import gc
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_megatrain.optim import HostAdamW
+from lightning_megatrain.optim import HostAdamW, host_adamw
 
 FORMS = [("fp32", "fp32"), ("fp32", "bf16"), ("fp32", "int8"), ("split", "fp32"), ("split", "bf16"), ("split", "int8")]
 
@@ -184,3 +188,204 @@ def test_a_gradient_scaler_steps_and_skips() -> None:
     weight.grad = torch.full((2,), float("inf"))
     scaler.step(optimizer)
     assert weight.tolist() == pytest.approx([0.99, 0.99], rel=1e-5)
+
+
+def _never(*_: object) -> None:
+    raise AssertionError("nothing has changed")
+
+
+@pytest.mark.parametrize(("masters", "moments"), FORMS)
+def test_what_has_not_changed_is_not_checked_again(monkeypatch: pytest.MonkeyPatch, masters: str, moments: str) -> None:
+    values = [torch.randn(4, 3, 5, 5).to(memory_format=torch.channels_last), torch.randn(6, 5).t(), torch.randn(()), torch.randn(0, 2)]
+    params = [nn.Parameter(value.bfloat16() if masters == "split" else value) for value in values]
+    optimizer = HostAdamW(params, masters=masters, moments=moments)
+    if masters == "fp32":
+        for parameter in params:
+            optimizer.set_working_copy(parameter, torch.empty_like(parameter, dtype=torch.bfloat16))
+    optimizer.update(params, [torch.ones_like(value) for value in values])
+    for name in ("check_parameter", "checked_gradient", "first_row"):
+        monkeypatch.setattr(host_adamw, name, _never)
+    for dtype in (torch.float32, torch.bfloat16):
+        optimizer.param_groups[0]["lr"] /= 2
+        optimizer.update(params, [torch.empty_like(p, dtype=dtype).fill_(0.5) for p in params])
+
+
+def tampered(tamper: Callable[[dict[str, Any]], object], masters: str = "fp32", moments: str = "fp32") -> tuple[Tensor, Tensor]:
+    """The exact value after a step of which someone changed the state in between, and after one where nobody did."""
+    torch.manual_seed(0)
+    value, gradients = torch.randn(6, 6), torch.randn(2, 6, 6)
+    parameter, optimizer = make(value, masters, moments)
+    twin, other = make(value, masters, moments)
+    optimizer.update([parameter], [gradients[0]])
+    other.update([twin], [gradients[0]])
+    tamper(optimizer.state[parameter])
+    optimizer.update([parameter], [gradients[1]])
+    other.update([twin], [gradients[1]])
+    assert optimizer.state[parameter]["step"].item() == other.state[twin]["step"].item()
+    return optimizer.master(parameter), other.master(twin)
+
+
+@pytest.mark.parametrize(("masters", "moments"), FORMS)
+def test_state_tensors_that_move_are_found_where_they_are(masters: str, moments: str) -> None:
+    kept = []
+
+    def move(held: dict[str, Tensor]) -> None:
+        for tensor in held.values():
+            old = tensor.detach()
+            tensor.data = tensor.data.clone()
+            kept.append((old, old.clone()))
+
+    def exchange(held: dict[str, Tensor]) -> None:
+        kept.extend((tensor, tensor.clone()) for tensor in held.values())
+        held.update({name: tensor.clone() for name, tensor in held.items()})
+
+    for change in (move, exchange):
+        assert torch.equal(*tampered(change, masters, moments))
+    assert all(torch.equal(old, value) for old, value in kept), "memory of former tensors is written no more"
+
+
+def test_state_tensors_that_are_laid_anew_are_followed() -> None:
+    def turn(held: dict[str, Tensor]) -> None:
+        held["exp_avg"].data = held["exp_avg"].data.t().contiguous().t()
+
+    def turn_in_place(held: dict[str, Tensor]) -> None:
+        held["exp_avg"].data = held["exp_avg"].data.t()
+        held["exp_avg"].copy_(held["exp_avg"].t().clone())
+
+    assert torch.equal(*tampered(turn))
+    assert torch.equal(*tampered(turn_in_place))
+
+
+@pytest.mark.parametrize("step", [torch.tensor(1), torch.tensor([1.0]), torch.tensor(1.0, dtype=torch.float64), 1])
+def test_a_step_of_another_kind_is_counted_on(step: object) -> None:
+    assert torch.equal(*tampered(lambda held: held.update(step=copy.deepcopy(step))))
+
+
+def test_a_step_that_someone_writes_counts_from_there() -> None:
+    def write(held: dict[str, Tensor]) -> None:
+        held["step"].data.fill_(7)
+
+    parameter, optimizer = make(torch.ones(3))
+    optimizer.update([parameter], [torch.ones(3)])
+    write(optimizer.state[parameter])
+    twin, other = make(parameter.detach())
+    other.load_state_dict(optimizer.state_dict())
+    optimizer.update([parameter], [torch.ones(3)])
+    other.update([twin], [torch.ones(3)])
+    assert optimizer.state[parameter]["step"].item() == 8
+    assert torch.equal(parameter, twin)
+
+
+@pytest.mark.parametrize(
+    ("form", "name", "value"),
+    [
+        ({"moments": "int8"}, "exp_avg_scales", torch.zeros(1, dtype=torch.float64)),
+        ({"moments": "int8"}, "exp_avg_sq_scales", torch.zeros(2)),
+        ({"masters": "split"}, "master_low", torch.zeros(6, 6)),
+        ({}, "exp_avg", torch.zeros(6, 6, dtype=torch.int32)),
+        ({"moments": "bf16"}, "exp_avg", torch.zeros(6, 6, dtype=torch.float16)),
+        ({}, "exp_avg", torch.zeros(6, 6, device="meta")),
+    ],
+)
+def test_foreign_state_tensors_are_refused_before_memory_is_touched(form: dict[str, str], name: str, value: Tensor) -> None:
+    parameter, optimizer = make(torch.ones(6, 6), **form)
+    optimizer.update([parameter], [torch.ones(6, 6)])
+    before, steps = parameter.detach().clone(), optimizer.state[parameter]["step"].item()
+    optimizer.state[parameter][name] = value
+    with pytest.raises(TypeError, match="in no form of HostAdamW's"):
+        optimizer.update([parameter], [torch.ones(6, 6)])
+    assert torch.equal(parameter, before)
+    assert optimizer.state[parameter]["step"].item() == steps
+
+
+def test_parameters_that_change_after_a_step_are_refused_at_the_next() -> None:
+    gradient = torch.ones(6, 6)
+
+    def refused(error: type[Exception], words: str, change: Callable[[nn.Parameter, HostAdamW], object]) -> None:
+        parameter, optimizer = make(torch.ones(6, 6))
+        neighbour = nn.Parameter(torch.ones(6, 6))
+        optimizer.add_param_group({"params": [neighbour]})
+        optimizer.update([parameter, neighbour], [gradient, gradient])
+        change(parameter, optimizer)
+        before = parameter.detach().clone()
+        with pytest.raises(error, match=words):
+            optimizer.update([neighbour, parameter], [gradient, gradient])
+        assert parameter.is_meta or torch.equal(parameter, before)
+        assert optimizer.state[neighbour]["step"].item() == 1
+
+    def set_data(value: Callable[[nn.Parameter], Tensor]) -> Callable[[nn.Parameter, HostAdamW], object]:
+        return lambda parameter, _: setattr(parameter, "data", value(parameter))
+
+    def to_inference(parameter: nn.Parameter, _: HostAdamW) -> None:
+        with torch.inference_mode():
+            value = torch.ones(6, 6)
+        parameter.data = value
+
+    refused(TypeError, "float64", set_data(lambda p: p.data.double()))
+    refused(TypeError, "float16", set_data(lambda p: p.data.half()))
+    refused(TypeError, "masters=", set_data(lambda p: p.data.bfloat16()))
+    refused(TypeError, "meta", lambda p, _: torch.utils.swap_tensors(p, nn.Parameter(torch.ones(6, 6, device="meta"))))
+    refused(TypeError, "gaps", set_data(lambda p: torch.ones(6, 12)[:, :6]))
+    refused(ValueError, r"shape \(36,\)", set_data(lambda p: p.data.view(36)))
+    refused(ValueError, "share memory", lambda p, o: setattr(p, "data", o.param_groups[1]["params"][0].data))
+    refused(TypeError, "inference mode", to_inference)
+
+
+def test_gradients_that_change_their_kind_after_a_step_are_read_right_or_refused() -> None:
+    kinds = [
+        lambda g: g.t().contiguous().t(),
+        lambda g: torch._neg_view(-g),
+        lambda g: g.bfloat16(),
+        lambda g: g.double(),
+        lambda g: g[:, :1].expand(6, 6),
+        lambda g: nn.Parameter(g),
+    ]
+    for kind in kinds:
+        torch.manual_seed(0)
+        gradient = torch.randn(6, 6)[:, :1].repeat(1, 6).bfloat16().float()
+        parameter, optimizer = make(torch.ones(6, 6))
+        twin, other = make(torch.ones(6, 6))
+        for given in (gradient, kind(gradient), gradient):
+            optimizer.update([parameter], [given.detach()])
+            other.update([twin], [gradient])
+        assert torch.equal(parameter, twin)
+    parameter, optimizer = make(torch.ones(6, 6))
+    optimizer.update([parameter], [torch.ones(6, 6)])
+    with pytest.raises(ValueError, match="shape"):
+        optimizer.update([parameter], [torch.ones(36)])
+    with pytest.raises(TypeError, match="sparse"):
+        optimizer.update([parameter], [torch.ones(6, 6).to_sparse()])
+    with pytest.raises(TypeError, match=r"meta.*\.cpu\(\)"):
+        optimizer.update([parameter], [torch.ones(6, 6, device="meta")])
+    with pytest.raises(ValueError, match="no gradient"):
+        optimizer.update([parameter])
+
+
+def test_nothing_keeps_gradients_states_or_removed_parameters_alive() -> None:
+    parameter, optimizer = make(torch.ones(6, 6))
+    parameter.grad = torch.ones(6, 6)
+    optimizer.step()
+    gradient, moment = weakref.ref(parameter.grad), weakref.ref(optimizer.state[parameter]["exp_avg"])
+    parameter.grad = None
+    optimizer.state.clear()
+    gc.collect()
+    assert gradient() is None
+    assert moment() is None
+    optimizer.update([parameter], [torch.ones(6, 6)])
+    assert optimizer.state[parameter]["step"].item() == 1
+
+
+def test_options_that_change_after_a_step_hold_at_the_next() -> None:
+    parameter, optimizer = make(torch.ones(6), "split")
+    optimizer.update([parameter], [torch.ones(6)])
+    optimizer.masters = "fp32"
+    with pytest.raises(TypeError, match="masters="):
+        optimizer.update([parameter], [torch.ones(6)])
+    first, second = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+    optimizer = HostAdamW([{"params": [first], "lr": 0.5}, {"params": [second], "lr": 0.25}], weight_decay=0.0)
+    optimizer.update([first, second], [torch.ones(1), torch.ones(1)])
+    optimizer.param_groups.reverse()
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    optimizer.update([first, second], [torch.ones(1), torch.ones(1)])
+    assert first.item() == pytest.approx(0.0, abs=1e-6)
+    assert second.item() == pytest.approx(0.5, abs=1e-6)

@@ -3,6 +3,7 @@
 import ctypes
 import platform
 import shutil
+import struct
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -13,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_megatrain.optim import HostAdamW, arithmetic, kernel
-from lightning_megatrain.optim.arithmetic import PIECE, Update
+from lightning_megatrain.optim import HostAdamW, kernel
+from lightning_megatrain.optim.arithmetic import PIECE
 
 run_kernel = kernel.run
-Run = Callable[[list[Update]], None]
+Run = Callable[[ctypes.Array], None]
 
 needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="compares builds of the kernel, which takes a C compiler")
 forms = st.fixed_dictionaries(
@@ -33,13 +34,15 @@ forms = st.fixed_dictionaries(
 )
 
 
-def in_torch(updates: list[Update]) -> None:
-    arithmetic.run(updates)
+def in_torch(tensors: ctypes.Array) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernel, "load", lambda: None)
+        run_kernel(tensors, 1)
 
 
-def compiled(updates: list[Update]) -> None:
+def compiled(tensors: ctypes.Array) -> None:
     assert kernel.load() is not None
-    run_kernel(updates, 1)
+    run_kernel(tensors, 1)
 
 
 def trajectory(run: Run, form: dict[str, object], sizes: list[int], seed: int = 0, steps: int = 3) -> list[Tensor]:
@@ -67,7 +70,7 @@ def trajectory(run: Run, form: dict[str, object], sizes: list[int], seed: int = 
         grads = [torch.randn(n, generator=generator) * 10 ** -torch.randint(0, 4, (n,), generator=generator).float() for n in sizes]
         grads = [(g * (torch.rand(g.shape, generator=generator) > 0.1)).to(form["gradient"]) for g in grads]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(kernel, "run", lambda updates, _: run(updates))
+            patch.setattr(kernel, "run", lambda tensors, _: run(tensors))
             optimizer.update(params, grads, grad_scale=0.7)
     written = [t for p in params for t in (p.detach(), *optimizer.state[p].values())] + copies
     return [t.contiguous().view(-1).view(torch.uint8) for t in written]
@@ -88,7 +91,7 @@ def test_the_result_does_not_depend_on_the_number_of_threads(moments: str) -> No
     sizes = [PIECE + 1, 2 * PIECE + 300, 5]  # some pieces whole, some not, in several tensors
     alone = trajectory(compiled, form, sizes, steps=2)
     for threads in (2, 3, 16):
-        together = trajectory(lambda updates, threads=threads: run_kernel(updates, threads), form, sizes, steps=2)
+        together = trajectory(lambda tensors, threads=threads: run_kernel(tensors, threads), form, sizes, steps=2)
         assert all(torch.equal(a, b) for a, b in zip(alone, together, strict=True))
 
 
@@ -129,17 +132,14 @@ def test_without_the_kernel_the_numbers_are_the_same_and_one_warning_says_what_t
     monkeypatch.setattr(kernel, "LIBRARY", tmp_path / "missing.so")
     kernel.load.cache_clear()
     with pytest.warns(UserWarning, match="without its compiled kernel.*numbers are the same.*C compiler") as warned:
-        actual = trajectory(lambda updates: run_kernel(updates, 1), form | {"maximize": False}, [300])
+        actual = trajectory(lambda tensors: run_kernel(tensors, 1), form | {"maximize": False}, [300])
     kernel.load.cache_clear()
     assert len(warned) == 1
     assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
 def test_a_library_of_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Longer(ctypes.Structure):
-        _fields_ = [*kernel._Tensor._fields_, ("more", ctypes.c_double)]
-
-    monkeypatch.setattr(kernel, "_Tensor", Longer)
+    monkeypatch.setattr(kernel, "ROW", struct.Struct(kernel.ROW.format + "d"))
     kernel.load.cache_clear()
     with pytest.warns(UserWarning, match="built from another version"):
         assert kernel.load() is None

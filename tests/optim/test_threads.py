@@ -14,6 +14,7 @@ from torch import nn
 from lightning_megatrain.optim import HostAdamW, arithmetic, kernel
 from lightning_megatrain.optim.arithmetic import PIECE, Update
 from lightning_megatrain.optim.scalars import Scalars
+from lightning_megatrain.optim.workers import Workers
 
 SIZES = [PIECE + 5, 3 * PIECE, 7]
 
@@ -81,17 +82,17 @@ def _interrupt_a_step() -> None:
     weight = nn.Parameter(torch.zeros(1 << 24))
     optimizer = HostAdamW([weight], lr=1.0, weight_decay=0.0, threads=2)
     weight.grad = torch.ones(1 << 24)
-    begun, describe, version = threading.Event(), kernel._describe, weight._version
+    begun, workers, version = threading.Event(), kernel._workers, weight._version
 
-    def describe_and_tell(update: Update) -> kernel._Tensor:
+    def tell() -> Workers:
         begun.set()
-        return describe(update)
+        return workers()
 
     def interrupt() -> None:
         begun.wait()
         os.kill(os.getpid(), signal.SIGINT)
 
-    kernel._describe = describe_and_tell  # type: ignore[assignment]
+    kernel._workers = tell  # type: ignore[assignment]
     threading.Thread(target=interrupt).start()
     try:
         optimizer.step()
@@ -187,7 +188,10 @@ def test_places_beyond_two_to_the_31_are_reached() -> None:
     library = kernel.load()
     assert library is not None
     first = kernel.ctypes.c_int64(begin // PIECE)
-    library.megatrain_host_adamw((kernel._Tensor * 1)(kernel._describe(update)), 1, kernel.ctypes.byref(first))
+    addresses = [t.data_ptr() for t in (update.param, update.grad, update.exp_avg, update.exp_avg_sq)]
+    scale_addresses = [t.data_ptr() for t in (update.exp_avg_scale, update.exp_avg_sq_scale)]
+    row = kernel.ROW.pack(n, addresses[0], 0, *addresses[1:], *scale_addresses, 0, 0, 1, 1, 3, update.seed, bytes(update.scalars))
+    library.megatrain_host_adamw(row, 1, kernel.ctypes.byref(first))
     compiled = {name: getattr(update, name)[begin:].clone() for name in written}
     scales = update.exp_avg_scale[begin // 256 :].clone()
     for name in written:
