@@ -1,5 +1,7 @@
 """What a DynamicLoader must be told of the Trainer: its place on resume where Lightning forgets it, and `overfit_batches`.
 
+And what keeps that place right when a run is stopped twice in a row.
+
 An entry point gives this to every Trainer.
 """
 
@@ -9,6 +11,7 @@ import sys
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ModelCheckpoint
 from typing_extensions import override
 
 _LOADER = "lightning_megatrain.datamodules.dynamic_loader"
@@ -18,12 +21,19 @@ class LoaderPlace(pl.Callback):
     """Loads the training loader's place from the checkpoint in the two cases in which Lightning does not.
 
     Under `overfit_batches` it keeps the loader at its first batches, as Lightning does with a DataLoader. Has no state of its own.
+
+    A resumed `ModelCheckpoint(every_n_train_steps=)` would save its first step again after one micro-batch, over the file that it resumed
+    from: with accumulated gradients in mid-window, of which no checkpoint holds the gradients. It is told that this step is saved.
     """
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         restore_place(trainer)
-        for loader in _dynamic_loaders(trainer):
+        loaders = _dynamic_loaders(trainer)
+        for saver in trainer.checkpoint_callbacks if loaders else ():
+            if isinstance(saver, ModelCheckpoint) and not saver._last_global_step_saved:
+                saver._last_global_step_saved = trainer.global_step
+        for loader in loaders:
             loader.same_every_epoch = getattr(trainer, "overfit_batches", 0) > 0  # set on it by name
 
 

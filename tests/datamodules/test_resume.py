@@ -120,3 +120,31 @@ def test_workers_end_with_the_fit_and_a_second_one_goes_on():
     assert [w.exitcode for w in processes] == [0, 0]
     fit(module, loader)
     assert [len(set(sum(module.seen[i : i + 6], []))) for i in (0, 6, 12)] == [24] * 3
+
+
+def test_a_run_that_is_stopped_again_right_after_a_resume_loses_no_micro_batch(tmp_path):
+    """A resumed ModelCheckpoint must not save its step again in the middle of the window that comes next."""
+
+    class Stopped(L.Callback):
+        def __init__(self, batches):
+            self.batches = batches
+
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            self.batches -= 1
+            if not self.batches:
+                raise RuntimeError("taken away")
+
+    def run(module, *more, folder=tmp_path / "stopped", **options):
+        saver = ModelCheckpoint(folder, every_n_train_steps=3, save_last=True, filename="{step}")
+        fit(module, one_pass(), [saver, *more], max_epochs=3, accumulate_grad_batches=2, enable_checkpointing=True, **options)
+
+    whole = Linear()
+    run(whole, folder=tmp_path / "whole")
+    modules = [Linear() for _ in range(3)]
+    with pytest.raises(RuntimeError, match="taken away"):
+        run(modules[0], Stopped(8))
+    with pytest.raises(RuntimeError, match="taken away"):
+        run(modules[1], Stopped(2), ckpt_path=tmp_path / "stopped" / "last.ckpt")
+    run(modules[2], ckpt_path=tmp_path / "stopped" / "last.ckpt")
+    assert modules[2].seen == whole.seen[6:]
+    assert torch.equal(modules[2].layer.weight, whole.layer.weight)
