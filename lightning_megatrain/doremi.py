@@ -12,12 +12,16 @@ import yaml
 from typing_extensions import override
 
 from lightning_megatrain.callbacks import DoReMi
+from lightning_megatrain.callbacks.mixture.doremi import write_shares
+from lightning_megatrain.datamodules.shares import check_weights
 from lightning_megatrain.language_model import CausalLM
 from lightning_megatrain.language_model.hugging_face_models import as_mapping, import_class, load_config, with_fields
 
 
 def main(arguments: Sequence[str]) -> None:
     """Run the three stages (arXiv 2305.10429); one whose result is in the output folder already is skipped.
+
+    A `dirpath` of the config's callbacks gets a folder for each stage, so that `ckpt_path: last` resumes a stage that was stopped.
 
     Args:
         arguments: As on the command line.
@@ -43,7 +47,13 @@ def main(arguments: Sequence[str]) -> None:
     options, others = parser.parse_known_args(arguments)
     smaller = _fields(parser, others)
     reference, shares, final = (options.output / name for name in ("reference.ckpt", "shares.json", "final.ckpt"))
-    options.output.mkdir(parents=True, exist_ok=True)
+    try:  # before any time is spent
+        DoReMi("reference", step_size=options.step_size, smoothing=options.smoothing)
+        options.output.mkdir(parents=True, exist_ok=True)
+        if shares.exists():
+            _read_shares(shares)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
 
     def fit(stage: str, proxy: bool, *callback: str) -> MegaTrainCLI:
         print(f"\nDoReMi: {stage}", flush=True)
@@ -53,6 +63,7 @@ def main(arguments: Sequence[str]) -> None:
         class Stage(MegaTrainCLI):
             @override
             def before_instantiate_classes(self) -> None:
+                _keep_apart(self.config["fit"], stage)
                 if proxy and smaller:
                     _change(self.config["fit"]["model"], smaller)
 
@@ -70,14 +81,43 @@ def main(arguments: Sequence[str]) -> None:
             f"--trainer.callbacks.smoothing={options.smoothing}",
         )
         (policy,) = (c for c in cli.trainer.callbacks if isinstance(c, DoReMi))  # type: ignore[attr-defined]
+        if not policy.updates:
+            parser.exit(
+                1,
+                f"{parser.prog}: error: the proxy ended after {cli.trainer.global_step} steps without an update of the shares, which "
+                "begin after the first step: give it more steps, with `max_steps` in a `--proxy` config.\n",
+            )
         if cli.trainer.is_global_zero:
-            shares.write_text(json.dumps(policy.average_shares, indent=2) + "\n")
+            write_shares(shares, policy.average_shares)
         cli.trainer.strategy.barrier()
-    print(f"\nDoReMi: shares {shares.read_text()}", flush=True)
+    print(f"\nDoReMi: shares {json.dumps(_read_shares(shares))}", flush=True)
     if not final.exists():
         fit("final", False, "--trainer.callbacks+=StaticMixture", f"--trainer.callbacks.proportions={shares}").trainer.save_checkpoint(
             final
         )
+
+
+def _read_shares(file: Path) -> dict[str, float]:
+    try:
+        shares = json.loads(file.read_text())
+        check_weights("shares", shares)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{file} holds no shares of domains ({error}). Delete it, and the proxy trains again.") from error
+    return dict(shares)
+
+
+def _keep_apart(config: Any, stage: str) -> None:
+    """Give each stage its own folder for checkpoints, so that none goes on from another's."""
+    if config.get("ckpt_path") not in (None, "last"):
+        raise ValueError(
+            f"`ckpt_path` {config['ckpt_path']} would be loaded into reference, proxy and final model alike: leave it out, or set it to "
+            '"last" beside a ModelCheckpoint with a `dirpath`, which has a folder for each stage.'
+        )
+    callbacks = config["trainer"].get("callbacks") or []
+    for callback in callbacks if isinstance(callbacks, list) else [callbacks]:
+        arguments = callback.get("init_args") or {}
+        if arguments.get("dirpath") is not None:
+            arguments["dirpath"] = str(Path(arguments["dirpath"]) / stage)
 
 
 def _fields(parser: argparse.ArgumentParser, arguments: list[str]) -> dict[str, Any]:

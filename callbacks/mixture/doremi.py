@@ -86,6 +86,7 @@ class DoReMi(ReweightingPolicy):
         if reference.endswith(".ckpt") and not Path(reference).exists():
             raise FileNotFoundError(f"There is no reference checkpoint {reference}. Train one with the same module first.")
         self._reference: nn.Module | None = None
+        self._domains: list[str] = []
         self._weights_K = np.zeros(0)  # alpha
         self._excess_K = np.zeros(0)  # lambda
         self._total_K = np.zeros(0)  # sum of alpha over updates
@@ -93,9 +94,9 @@ class DoReMi(ReweightingPolicy):
 
     @property
     def average_shares(self) -> dict[str, float]:
-        """The mean of the domain weights over all updates so far."""
-        mean_K = self._total_K / max(self._total_K.sum(), 1e-300)
-        return dict(zip(self.loader.domains, mean_K.tolist(), strict=True))
+        """The mean of the domain weights over all updates so far; before the first, the weights themselves."""
+        total_K = self._total_K if self._total_K.any() else self._weights_K
+        return dict(zip(self._domains, (total_K / total_K.sum()).tolist(), strict=True))
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -106,7 +107,7 @@ class DoReMi(ReweightingPolicy):
 
     @override
     def prepare(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        domains = self.loader.domains
+        domains = self._domains = self.loader.domains
         if self.schedule.max_updates != 0:
             refuse_overfitting(trainer, self.name)
         if not len(self._weights_K):
@@ -163,16 +164,18 @@ class DoReMi(ReweightingPolicy):
         super().on_train_end(trainer, pl_module)
         if trainer.is_global_zero and self._total_K.any():
             self._folder.mkdir(parents=True, exist_ok=True)
-            (self._folder / "average_shares.json").write_text(json.dumps(self.average_shares, indent=2) + "\n")
+            write_shares(self._folder / "average_shares.json", self.average_shares)
 
     @override
     def own_state(self) -> dict[str, Any]:
         arrays = {"weights": self._weights_K, "excess": self._excess_K, "total": self._total_K, "seen": self._seen_K2}
-        return {**super().own_state(), **{name: torch.from_numpy(array) for name, array in arrays.items()}}
+        tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+        return {**super().own_state(), **tensors, "domains": list(self._domains)}
 
     @override
     def load_own_state(self, state: dict[str, Any]) -> None:
         super().load_own_state(state)
+        self._domains = state["domains"]
         self._weights_K, self._excess_K = state["weights"].numpy(), state["excess"].numpy()
         self._total_K, self._seen_K2 = state["total"].numpy(), state["seen"].numpy()
 
@@ -203,6 +206,13 @@ def update_weights(
     log_K = np.log(weights_K) + step_size * excess_K
     stepped_K = np.exp(log_K - log_K.max())
     return (1 - smoothing) * stepped_K / stepped_K.sum() + smoothing / len(weights_K)
+
+
+def write_shares(file: Path, shares: dict[str, float]) -> None:
+    """Write shares as JSON that :class:`StaticMixture` reads: the whole file or none of it."""
+    part = file.with_name(f".{file.name}.part")
+    part.write_text(json.dumps(shares, indent=2) + "\n")
+    part.replace(file)
 
 
 def _load_reference(reference: str, module: pl.LightningModule) -> nn.Module:
