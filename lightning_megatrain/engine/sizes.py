@@ -8,19 +8,22 @@ _UNITS = {"": 1, "b": 1} | {
     prefix + ending: base**power for power, prefix in enumerate("kmgt", start=1) for base, ending in ((1000, "b"), (1024, "ib"))
 }
 
+_LEAST_WITHOUT_UNIT = 1 << 20
+
 
 def parse_size(value: int | str, option: str, words: Sequence[str] = ()) -> int:
     """Returns a size in bytes.
 
     Args:
-        value: A number of bytes, or text such as ``"20GiB"`` (1024 to the third), ``"20 GB"`` (1000 to the third) or ``"1.5 TiB"``. Units
-            may be written small as a whole; ``"Gb"`` is refused, as it means bits.
+        value: A number of bytes, at least 1 MiB, as by fewer larger units are meant; or text such as ``"20GiB"`` (1024 to the third),
+            ``"20 GB"`` (1000 to the third), ``"1.5 TiB"`` or ``"64B"``. Units may be written small as a whole; ``"Gb"`` is refused, as it
+            means bits.
         option: The name of the option that was given `value`, for the message.
         words: What the option may be besides a size, for the message.
 
     Raises:
         TypeError: `value` is neither an int nor a str.
-        ValueError: `value` is no size, or not above zero.
+        ValueError: `value` is no size, not above zero, or a number without unit below 1 MiB.
     """
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise TypeError(f"{option}={value!r}: a size is a number of bytes (an int) or text like '20GiB', not {type(value).__name__}.")
@@ -36,6 +39,11 @@ def parse_size(value: int | str, option: str, words: Sequence[str] = ()) -> int:
     nbytes = int(Fraction(number) * _UNITS[unit.lower()])
     if nbytes <= 0:
         raise ValueError(f"{option}={value!r}: a size must be above zero. Leave the option out to do without.")
+    if not unit and nbytes < _LEAST_WITHOUT_UNIT:
+        raise ValueError(
+            f"{option}={value!r} counts bytes, and {number} bytes are next to nothing. '{number}GB' says gigabytes, "
+            f"and '{number}B' that bytes are meant."
+        )
     return nbytes
 
 

@@ -77,7 +77,7 @@ def both(policy: str = "lazy", frozen: int = 0, training: dict[str, Any] | None 
 def test_the_numbers_are_the_same_however_many_are_kept(kept: int, policy: str, trust: bool) -> None:
     budget = peak_of_a_step() + kept * LAYER
     training = {"micro_batches": 2, "fused": True, "evaluate": True}
-    engine, same = both(policy, training=training, device_memory=budget, trust_versions=trust)
+    engine, same = both(policy, training=training, device_memory=f"{budget}B", trust_versions=trust)
     assert same
     assert f"{kept} of {LAYERS} layers" in engine.kept_layers
 
@@ -85,7 +85,7 @@ def test_the_numbers_are_the_same_however_many_are_kept(kept: int, policy: str, 
 @pytest.mark.parametrize("kept", [0, 1, 3, 6])
 @pytest.mark.parametrize("micro_batches", [1, 3])
 def test_kept_layers_are_loaded_once_a_step(kept: int, micro_batches: int) -> None:
-    engine, same = both(training={"micro_batches": micro_batches}, device_memory=peak_of_a_step() + kept * LAYER)
+    engine, same = both(training={"micro_batches": micro_batches}, device_memory=f"{peak_of_a_step() + kept * LAYER}B")
     streamed = LAYERS - kept
     assert same
     assert engine.accounting.loads.total() == micro_batches * (kept + 2 * streamed - 2)  # two are still in slots when backward begins
@@ -96,7 +96,7 @@ def test_kept_layers_are_loaded_once_a_step(kept: int, micro_batches: int) -> No
 @pytest.mark.parametrize("micro_batches", [1, 3])
 def test_where_versions_are_trusted_kept_layers_are_loaded_once_an_optimizer_step(kept: int, micro_batches: int) -> None:
     engine, same = both(
-        training={"micro_batches": micro_batches, "fused": True}, device_memory=peak_of_a_step() + kept * LAYER, trust_versions=True
+        training={"micro_batches": micro_batches, "fused": True}, device_memory=f"{peak_of_a_step() + kept * LAYER}B", trust_versions=True
     )
     streamed = LAYERS - kept
     assert same
@@ -107,10 +107,10 @@ def test_where_versions_are_trusted_kept_layers_are_loaded_once_an_optimizer_ste
 
 def test_frozen_layers_that_are_kept_are_never_loaded_again_where_versions_are_trusted() -> None:
     budget = peak_of_a_step() + LAYERS * LAYER
-    engine, same = both(frozen=5, training={"micro_batches": 2}, device_memory=budget, trust_versions=True)
+    engine, same = both(frozen=5, training={"micro_batches": 2}, device_memory=f"{budget}B", trust_versions=True)
     assert same
     assert engine.accounting.loads == {f"blocks.{index}": 1 for index in (5, 6, 7)}
-    engine, same = both(frozen=5, training={"micro_batches": 2}, device_memory=budget)
+    engine, same = both(frozen=5, training={"micro_batches": 2}, device_memory=f"{budget}B")
     assert same
     assert engine.accounting.loads == {f"blocks.{index}": 2 for index in range(LAYERS)}  # once each micro-batch
 
@@ -122,7 +122,7 @@ def test_the_device_never_holds_more_than_the_budget(kept: int, over: int) -> No
     budget = peak + kept * LAYER + over
     with emulated_device():
         model = Tower(LAYERS)
-        with Engine(model, "emu", device_memory=budget) as engine:
+        with Engine(model, "emu", device_memory=f"{budget}B") as engine:
             train(engine, model, "emu", micro_batches=2)
             assert DEVICE.peak_bytes <= budget
             # to within a layer: the first step checks that layers repeat themselves, and needs a few bytes more than later ones
@@ -158,7 +158,7 @@ def test_a_second_engine_measures_its_own_first_step() -> None:
     with emulated_device():
         model = Tower(LAYERS)
         for _ in range(2):
-            with Engine(model, "emu", device_memory=peak + 2 * LAYER) as engine:
+            with Engine(model, "emu", device_memory=f"{peak + 2 * LAYER}B") as engine:
                 train(engine, model, "emu", steps=2)
                 assert engine.accounting.device_bytes["kept layers"] == 2 * LAYER
 
@@ -182,7 +182,7 @@ def test_what_is_kept_is_loaded_again_after_writes_that_can_be_told() -> None:
             weight.data.mul_(2)
             engine.weights_changed()
 
-        with Engine(model, "emu", device_memory=peak_of_a_step() + LAYERS * LAYER, trust_versions=True) as engine:
+        with Engine(model, "emu", device_memory=f"{peak_of_a_step() + LAYERS * LAYER}B", trust_versions=True) as engine:
             train(engine, model, "emu", steps=2, fused=True)
             train(None, plain, "cpu", steps=2, fused=True)
             for write in (in_place, new_storage, through_data):
@@ -228,6 +228,7 @@ def test_casts_decided_after_the_layer_was_kept(trust: bool) -> None:
         ("20 bananas", ValueError, r"device_memory='20 bananas' is no size.*'20GiB'"),
         (0, ValueError, "device_memory=0: a size must be above zero"),
         (-5, ValueError, "device_memory=-5: a size must be above zero"),
+        (20, ValueError, r"device_memory=20 counts bytes, .* '20GB' says gigabytes"),
         (True, TypeError, "device_memory=True"),
         ("2GiB", ValueError, r"device_memory='2GiB' is more than emu has \(1\.0 GiB\)"),
     ],
