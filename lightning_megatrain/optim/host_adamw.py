@@ -20,6 +20,7 @@ from lightning_megatrain.optim.checks import (
     checked_gradient,
     describe,
 )
+from lightning_megatrain.optim.data_parallel import watch_data_parallel
 from lightning_megatrain.optim.masters import join, split
 from lightning_megatrain.optim.plan import Record, begin_step, first_row, records_of, valid_low_half
 
@@ -55,7 +56,8 @@ class HostAdamW(torch.optim.Optimizer):
         decoupled_weight_decay: False for Adam (torch's Adam also has `weight_decay=0` by default).
         masters: "fp32" takes FP32 parameters only. "split" also takes BF16 parameters and keeps the low 16 bits of each FP32 weight beside
             them (int16), so that they train exactly as FP32 would; their gradients accumulate in FP32 (`grad_dtype`). "none" also takes
-            BF16 parameters and rounds each new weight to BF16, which loses updates below 1/256 of a weight.
+            BF16 parameters and rounds each new weight to BF16, which loses updates below 1/256 of a weight. DistributedDataParallel
+            cannot average FP32 gradients of BF16 parameters, and says so at its first forward.
         moments: "fp32", or "bf16" or "int8" (one byte, a scale for each 256 elements), both rounded stochastically. Under "int8" a NaN or
             infinite gradient spoils its block of 256.
         threads: CPU threads; torch's number when None. The numbers do not depend on it.
@@ -124,6 +126,7 @@ class HostAdamW(torch.optim.Optimizer):
                 gradient, parameter.grad = parameter.grad, None
                 parameter.grad_dtype = torch.float32
                 parameter.grad = gradient if gradient is None else gradient.float()
+                watch_data_parallel()
         self._numbered = False
 
     @override
