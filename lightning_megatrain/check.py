@@ -14,8 +14,8 @@ from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from lightning_megatrain.engine.passes import current_pass
-from lightning_megatrain.language_model import CausalLM
-from lightning_megatrain.language_model.hugging_face_models import LAYER_COUNTS, as_mapping, import_class, load_config, with_fields
+from lightning_megatrain.language_model.hugging_face_models import LAYER_COUNTS, with_fields
+from lightning_megatrain.language_model.model_section import describe_model
 from lightning_megatrain.strategy import MegaTrainStrategy
 
 STEPS = 2
@@ -179,9 +179,7 @@ def _run(arguments: Sequence[str], strategy: str) -> Record:
 def _shrink(model: Any) -> None:
     """Leaves a model that is described by its config a few layers, a pretrained `CausalLM` too; any other is run as it is."""
     arguments = model.get("init_args") or model
-    described = arguments.get("model")
-    if isinstance(described, str) and issubclass(import_class(model.get("class_path") or "builtins.object"), CausalLM):
-        described = as_mapping(load_config(described, arguments.get("revision")))
+    described = describe_model(model) or arguments.get("model")
     for key in LAYER_COUNTS if isinstance(described, dict) else ():
         layers = described.get(key)
         if isinstance(layers, int) and layers > LAYERS_WHEN_SHRUNK:

@@ -14,8 +14,8 @@ from typing_extensions import override
 from lightning_megatrain.callbacks import DoReMi
 from lightning_megatrain.callbacks.mixture.doremi import write_shares
 from lightning_megatrain.datamodules.shares import check_weights
-from lightning_megatrain.language_model import CausalLM
-from lightning_megatrain.language_model.hugging_face_models import as_mapping, import_class, load_config, with_fields
+from lightning_megatrain.language_model.hugging_face_models import with_fields
+from lightning_megatrain.language_model.model_section import describe_model
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -132,13 +132,10 @@ def _fields(parser: argparse.ArgumentParser, arguments: list[str]) -> dict[str, 
 
 def _change(model: Any, fields: dict[str, Any]) -> None:
     """Put other fields into the model's config, whose weights are then random."""
-    arguments = model.get("init_args") or {}
-    described = arguments.get("model")
-    if not isinstance(described, str | dict) or not issubclass(import_class(model["class_path"]), CausalLM):
+    described = describe_model(model)
+    if described is None:
         raise ValueError(
             f"--proxy.{next(iter(fields))} changes the config of a CausalLM, but the model is {model.get('class_path')}: give "
             "`--proxy config.yaml` with a smaller one."
         )
-    if isinstance(described, str):
-        described = as_mapping(load_config(described, arguments.get("revision")))
-    arguments["model"] = with_fields(described, fields)
+    model["init_args"]["model"] = with_fields(described, fields)
