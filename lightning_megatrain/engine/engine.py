@@ -51,6 +51,11 @@ class Engine:
                 optimizer.step()
                 optimizer.zero_grad()
 
+    Gradients are plain training's bit for bit where kernels repeat, but for a few sums in another order (``docs/design.md`` lists them). Of
+    several calls in one backward, two: a resident parameter that a call uses more than once (tied embeddings) is summed call by call, in
+    plain training use by use (the last bits); and within one autocast region plain training casts a weight once for all calls and sums its
+    gradients in BF16, which is done in FP32 here (half an ulp of BF16 for each call after the first; none with ``cache_enabled=False``).
+
     Args:
         module: The module; its parameters must be on the CPU. They keep their identity, and their storage (unless it is a read-only map).
         device: Where to compute. On the CPU nothing is copied, but layers are streamed and recomputed all the same.

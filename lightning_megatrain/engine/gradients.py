@@ -106,8 +106,8 @@ class Gradients:
 
         Args:
             gradients: Parameters and their gradients.
-            more_to_come: Whether the layer ran more than once. As in autograd, the gradients of one backward are then summed with each
-                other before they are added to what `.grad` holds from earlier ones.
+            more_to_come: Whether the layer ran more than once, or other copies of a resident parameter are in a graph. As in autograd, the
+                gradients of one backward are then summed with each other before they are added to what `.grad` holds from earlier ones.
         """
         self.landing.sum_over_backward(parameter for parameter, _ in gradients if more_to_come or parameter in self._used_outside)
         if self._lanes.in_host_memory:

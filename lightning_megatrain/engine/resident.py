@@ -1,8 +1,9 @@
 """Resident parameters: differentiable device copies of host parameters, in the module while the model runs."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -24,22 +25,24 @@ class _Bind(torch.autograd.Function):
     """The device copy as a function of the host parameter: its gradient goes to the host."""
 
     @staticmethod
-    def forward(ctx: Any, residents: "Residents", name: str, copy: Tensor, parameter: Parameter) -> Tensor:
-        ctx.residents, ctx.name, ctx.parameter = residents, name, parameter
+    def forward(ctx: Any, residents: "Residents", resident: "_Resident", copy: Tensor, parameter: Parameter) -> Tensor:
+        ctx.residents, ctx.resident, ctx.parameter = residents, resident, parameter
+        resident.outstanding.add(ctx)
         return copy.detach()
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         residents: Residents = ctx.residents
+        ctx.resident.outstanding.discard(ctx)
         node = ctx.next_functions[-1][0]
-        if not (will_accumulate(node, ctx.name) and ctx.parameter.requires_grad):
+        if not (will_accumulate(node, ctx.resident.name) and ctx.parameter.requires_grad):
             return None, None, None, None
         residents.gradients.expect(residents.on_backward_end)
         if has_hooks(ctx.parameter):
             return None, None, None, gradient.to(ctx.parameter.device, dtype=ctx.parameter.grad_dtype)
         residents.gradients.listen(node, ctx.parameter)
-        residents.gradients.deliver([(ctx.parameter, gradient)])
+        residents.gradients.deliver([(ctx.parameter, gradient)], more_to_come=len(ctx.resident.outstanding) > 0)
         return None, None, None, None
 
 
@@ -70,6 +73,8 @@ class _Resident:
     bits: Tensor | None = None
     """Its checksum then: code may write it through `.data`, which no version tells. None where that is known not to happen."""
     stamp: tuple[int, int, bool] | None = None
+    outstanding: "WeakSet[Any]" = field(default_factory=WeakSet)
+    """Copies, this one and those of earlier calls, whose backward may still come: leaves it when that has run, or its graph is gone."""
 
     def now(self) -> tuple[int, int, bool]:
         return self.parameter._version, self.parameter.data_ptr(), self.parameter.requires_grad
@@ -212,7 +217,7 @@ class Residents:
             resident.copy = copy
             self._note_value(resident, copy)
             with torch.enable_grad():
-                resident.bound = _Bind.apply(self, resident.name, copy, resident.parameter)
+                resident.bound = _Bind.apply(self, resident, copy, resident.parameter)
                 _run_when_ready(resident.bound)
         resident.holding = self._accounting.hold("resident", [copy])
         resident.stamp = resident.now()
