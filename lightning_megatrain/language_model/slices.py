@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 
 Function = Callable[[Tensor, slice, Sequence[Tensor]], Tensor]
 
@@ -61,7 +62,8 @@ class _OverSlices(torch.autograd.Function):
             )
         hidden, *weights = ctx.saved_tensors
         kind, dtype, enabled = ctx.autocast
-        hidden_wanted, *wanted = ctx.needs_input_grad[4:]
+        nodes = [node for node, _ in ctx.next_functions]  # of the tensors alone
+        hidden_wanted, *wanted = [r and _will_run(node) for r, node in zip(ctx.needs_input_grad[4:], nodes, strict=True)]
         leaves = [t.detach().requires_grad_(w) for t, w in zip(_cast(weights, ctx.casts, *ctx.autocast), wanted, strict=True)]
         sums = [torch.zeros_like(leaf, dtype=torch.float32) if leaf.requires_grad else None for leaf in leaves]
         of_hidden = torch.empty_like(hidden) if hidden_wanted else None
@@ -79,6 +81,14 @@ class _OverSlices(torch.autograd.Function):
         # Rounded once, to the dtype that the function saw, as the gradient of the whole is.
         rounded = [total if total is None else total.to(leaf.dtype) for total, leaf in zip(sums, leaves, strict=True)]
         return None, None, None, None, of_hidden, *rounded
+
+
+def _will_run(node: Node) -> bool:
+    """Whether this backward goes on to an input; that of gradient features leaves weights out."""
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # torch.autograd.grad has no answer for what it returns
+        return True
 
 
 def _slices(length: int, tokens: int) -> list[slice]:

@@ -26,7 +26,8 @@ from lightning_megatrain.model_ops.context import (
     step_of,
     trainer_of,
 )
-from lightning_megatrain.model_ops.losses import compute_sample_losses
+from lightning_megatrain.model_ops.hugging_face import head_parameters
+from lightning_megatrain.model_ops.losses import compute_sample_losses, has_token_losses, means_of_token_losses
 from lightning_megatrain.model_ops.preconditioning import AdamMoments, adam_moments
 from lightning_megatrain.model_ops.projection import Kind, Projection
 from lightning_megatrain.model_ops.trace import leave_no_trace
@@ -73,7 +74,7 @@ def gradient_features(
     settings: GradientSettings | None = None,
     *,
     optimizers: Iterable[Optimizer] | None = None,
-    losses: Callable[[nn.Module, Any], Tensor] = compute_sample_losses,
+    losses: Callable[[nn.Module, Any], Tensor] | None = None,
 ) -> Tensor:
     """Returns the projected gradient of each sample's loss, from one batched forward and backward in evaluation mode that leaves no trace.
 
@@ -87,8 +88,9 @@ def gradient_features(
         batch: as the module's collate function makes it, on any device.
         settings: what to compute. (default: `GradientSettings()`)
         optimizers: whose state `preconditioner="adam"` reads. (default: the Trainer's)
-        losses: gives the loss of each sample, (B,), differentiable. (default: the Hugging Face model's mean token loss or the module's
-            `compute_sample_losses`)
+        losses: gives the loss of each sample, (B,), differentiable. (default: the module's `compute_sample_losses`, or the mean of its
+            `compute_token_losses` where no parameter of the output embedding is chosen, else the Hugging Face model's mean token loss,
+            which takes the logits of all tokens)
 
     Returns:
         Features (B, K), FP32, on the device that computes. Memory beyond the forward and backward: blocks of 16 MiB, and for a
@@ -109,6 +111,7 @@ def gradient_features(
         trainer = trainer_of(module)
         adam = adam_moments(optimizers if optimizers is not None else trainer.optimizers if trainer is not None else [], selected.items())
 
+    losses = losses or _losses_for(module, selected)
     layers = layers_of(module, selected)  # before the engine's step puts device copies in the parameters' places
 
     def features_of(part: Any) -> Tensor:
@@ -166,6 +169,13 @@ def select_parameters(module: nn.Module, patterns: Iterable[str] | None) -> dict
     if not selected:
         raise ValueError(f"{type(module).__name__} has no parameter that requires grad, so its samples have no gradients.")
     return selected
+
+
+def _losses_for(module: nn.Module, selected: dict[str, nn.Parameter]) -> Callable[[nn.Module, Any], Tensor]:
+    """Losses that need no logits of all tokens may not call the output embedding, and what is not called has no taps."""
+    if has_token_losses(module) and head_parameters(module).isdisjoint(selected.values()):
+        return means_of_token_losses
+    return compute_sample_losses
 
 
 def _unambiguous(batch: Any) -> list[Any]:

@@ -48,6 +48,12 @@ def find_model(module: nn.Module) -> nn.Module | None:
     return found[0] if found else None
 
 
+def head_parameters(module: nn.Module) -> set[nn.Parameter]:
+    """Returns the parameters of the output embeddings of all Hugging Face models in `module`."""
+    heads = [m.get_output_embeddings() for m in module.modules() if isinstance(m, PreTrainedModel)]
+    return {parameter for head in heads if head is not None for parameter in head.parameters()}
+
+
 def _outermost(module: nn.Module) -> list[nn.Module]:
     if isinstance(module, PreTrainedModel) or _is_peft(module):
         return [module]

@@ -44,10 +44,7 @@ def sample_losses(module: nn.Module, batch: Any) -> Tensor:
 
     def call(b: Any) -> Tensor:
         with precision_of(module):
-            if hasattr(module, "compute_sample_losses") or not hasattr(module, "compute_token_losses"):
-                return compute_sample_losses(module, b)
-            losses_BT, valid_BT = _token_losses_of_hook(module, b)
-        return losses_BT.sum(1) / valid_BT.sum(1).clamp(min=1)
+            return means_of_token_losses(module, b) if has_token_losses(module) else compute_sample_losses(module, b)
 
     with torch.no_grad(), leave_no_trace(module), step_of(module):
         return through_wrapper(module, call, on_device(batch, device_of(module)))
@@ -109,6 +106,17 @@ def compute_sample_losses(module: nn.Module, batch: Any) -> Tensor:
     if task == "classification":
         return classification_losses(logits, labels, base_of(model).config.problem_type)
     losses_BT, valid_BT = token_losses_from_logits(logits, labels, shift=task == "next_token")
+    return losses_BT.sum(1) / valid_BT.sum(1).clamp(min=1)
+
+
+def has_token_losses(module: nn.Module) -> bool:
+    """Returns whether a module's samples have their losses from its `compute_token_losses`."""
+    return hasattr(module, "compute_token_losses") and not hasattr(module, "compute_sample_losses")
+
+
+def means_of_token_losses(module: nn.Module, batch: Any) -> Tensor:
+    """Returns the loss of each sample (B,) as `compute_sample_losses` does, from a module's `compute_token_losses`."""
+    losses_BT, valid_BT = _token_losses_of_hook(module, batch)
     return losses_BT.sum(1) / valid_BT.sum(1).clamp(min=1)
 
 

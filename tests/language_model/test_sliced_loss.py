@@ -277,3 +277,25 @@ def test_the_head_runs_once_more():
 
     head = 2 * 32 * 300  # of one token
     assert flops(5) == flops(None) + head * (39 + 3 * 2)  # and the model's own head sees two tokens of each row
+
+
+@pytest.mark.parametrize("wanted", ["hidden", "weight", "both", "alone"])
+def test_backward_makes_no_gradient_that_is_not_asked_for(wanted):
+    """One matrix product for the logits again, and one for each gradient."""
+    tokens, width, vocabulary = 30, 8, 50
+    head = Head(nn.Linear(width, vocabulary, bias=False))
+    weight, hidden = head.linear.weight, torch.randn(2, tokens // 2, width, requires_grad=True)
+    labels = torch.randint(vocabulary, (2, tokens // 2))
+    sliced_losses(head, hidden, labels, 7).sum().backward()
+    whole = {"hidden": hidden.grad, "weight": weight.grad}
+    hidden.grad = weight.grad = None
+    loss = sliced_losses(head, hidden, labels, 7).sum()
+    with FlopCounterMode(display=False) as counter:
+        if wanted == "alone":
+            (weight.grad,) = torch.autograd.grad(loss, [weight])
+        else:
+            loss.backward(inputs=[t for name, t in (("hidden", hidden), ("weight", weight)) if wanted in (name, "both")])
+    assert counter.get_total_flops() == {"hidden": 2, "weight": 2, "both": 3, "alone": 2}[wanted] * 2 * tokens * width * vocabulary
+    for name, found in (("hidden", hidden.grad), ("weight", weight.grad)):
+        is_wanted = wanted in (name, "both") or (wanted == "alone" and name == "weight")
+        assert torch.equal(found, whole[name]) if is_wanted else found is None

@@ -1,5 +1,6 @@
 """A module that has each token's loss without whole logits, as CausalLM in slices, is asked for them; the numbers stay."""
 
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -11,13 +12,14 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_megatrain.datamodules.packing import IGNORED, pad_batch
 from lightning_megatrain.language_model import CausalLM
-from lightning_megatrain.model_ops import compute_sample_losses, embed, sample_losses, token_losses
+from lightning_megatrain.model_ops import GradientSettings, compute_sample_losses, embed, gradient_features, sample_losses, token_losses
 from tests.emulated import DEVICE, EmulatedAccelerator, emulated_device
 from tests.language_model.test_causal_lm import LLAMA, SGD, loader, make_model, make_rows, make_trainer
 
 VOCABULARY, SLICE = 2000, 24
 # Neither weights (vocabulary x hidden) nor hidden states are as large as a slice's logits.
 SMALL = {**LLAMA, "vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 16}
+LAYERS = GradientSettings(width=36, parameters=("*layers*",))
 
 
 def batch_of(lengths: tuple[int, ...] = (33, 17, 20, 28)) -> dict[str, Tensor]:
@@ -74,6 +76,34 @@ def test_no_tensor_of_tokens_times_vocabulary_ever_exists() -> None:
     assert largest.elements >= 4 * 32 * VOCABULARY
 
 
+@pytest.mark.parametrize("head", ["frozen", "left out", "chosen"])
+@pytest.mark.parametrize("kind", ["factored", "dense"])
+def test_gradient_features_make_whole_logits_only_for_those_of_the_head(head: str, kind: Any) -> None:
+    settings = GradientSettings(width=36, projection=kind, parameters=("*layers*",) if head == "left out" else None)
+    features, largest = {}, {}
+    for tokens in (SLICE, None):
+        module = make_model(SMALL, loss_slice=tokens)
+        if head == "frozen":
+            module.model.get_output_embeddings().requires_grad_(False)
+            module.model.get_input_embeddings().requires_grad_(False)  # else its own gradients are the largest
+        with Largest() as watch:
+            features[tokens] = gradient_features(module, batch_of(), settings)
+        largest[tokens] = watch.elements
+    assert largest[None] >= 4 * 32 * VOCABULARY
+    assert (largest[SLICE] == SLICE * VOCABULARY) == (head != "chosen")
+    if head == "chosen":
+        assert torch.equal(features[SLICE], features[None])
+    assert features[None].abs().max() > 0
+    torch.testing.assert_close(features[SLICE], features[None], rtol=0, atol=1e-6 * float(features[None].abs().max()))
+
+
+def test_a_tied_head_is_chosen_with_the_embedding() -> None:
+    module = make_model({**SMALL, "tie_word_embeddings": True}, loss_slice=SLICE)
+    with Largest() as largest:
+        gradient_features(module, batch_of(), GradientSettings(width=36, parameters=("*embed_tokens*",)))
+    assert largest.elements >= 4 * 32 * VOCABULARY
+
+
 class Ask(pl.Callback):
     """Asks after the first step, and notes the largest allocation meanwhile."""
 
@@ -82,7 +112,7 @@ class Ask(pl.Callback):
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
         if trainer.global_step == 1:
-            for operation in (sample_losses, embed):
+            for operation in (sample_losses, embed, partial(gradient_features, settings=LAYERS)):
                 self.sizes.clear()
                 self.found.append(operation(pl_module, batch_of()).cpu())
                 self.peaks.append(max(self.sizes, default=0))
@@ -100,11 +130,15 @@ def test_in_a_streamed_run_on_a_device_too(precision: str, monkeypatch: pytest.M
                 make_model(SMALL, loss_slice=tokens, **SGD), loader(make_rows([33, 17, 20, 28]), 2)
             )
     # FP32 logits of one slice; whole ones have one token a row less or not. The largest weight, in FP32, is what embeddings take.
-    assert asks[SLICE].peaks == [SLICE * VOCABULARY * 4, 16 * VOCABULARY * 4]
-    assert asks[None].peaks[0] >= 4 * 32 * VOCABULARY * 4
+    assert asks[SLICE].peaks == [SLICE * VOCABULARY * 4, 16 * VOCABULARY * 4, SLICE * VOCABULARY * 4]
+    assert min(asks[None].peaks[0], asks[None].peaks[2]) >= 4 * 32 * VOCABULARY * 4
     tolerance = 1e-6 if precision == "32-true" else 2e-4  # of losses about 7.6, through BF16 logits whose last bit is 0.4 %
-    for found, expected in zip(asks[SLICE].found, asks[None].found, strict=True):
-        torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+    *found, features = asks[SLICE].found
+    *expected, expected_features = asks[None].found
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+    tolerance = 1e-6 if precision == "32-true" else 2**-8  # half an ulp of BF16, in which gradients of hidden states are
+    torch.testing.assert_close(features, expected_features, rtol=0, atol=tolerance * float(expected_features.abs().max()))
 
 
 class Ready(nn.Module):
