@@ -60,7 +60,7 @@ def project(tmp_path):
     data = tmp_path / "demo_run" / "data"
     data.mkdir(parents=True)
     for name, words in (("code", "def f(x): return x"), ("prose", "the quick brown fox")):
-        (data / f"{name}.jsonl").write_text("".join(json.dumps({"text": f"{words} {i} " * 4}) + "\n" for i in range(60)))
+        (data / f"{name}.jsonl").write_text("".join(json.dumps({"text": f"{words} {i} " * 4}) + "\n" for i in range(20)))
     (tmp_path / "small.yaml").write_text(SMALL)
     return tmp_path
 

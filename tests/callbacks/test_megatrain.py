@@ -1,5 +1,6 @@
 """Policies under strategy="megatrain": the same decisions as under plain Lightning."""
 
+import functools
 from contextlib import nullcontext
 
 import pytest
@@ -24,26 +25,31 @@ def policy_of(kind, tmp_path):
     }[kind]()
 
 
+def train(kind, folder, **trainer):
+    """Returns the losses, the weights and the policy's history of a run."""
+    module, policy = Llama(), policy_of(kind, folder)
+    fit(module, sentences(), [policy], max_epochs=2, **trainer)
+    return module.losses, weights(module), policy.history
+
+
+@pytest.fixture(scope="module")
+def train_plain(tmp_path_factory):
+    """Trains under plain Lightning, once for all places."""
+    return functools.cache(lambda kind: train(kind, tmp_path_factory.mktemp("plain")))
+
+
 @pytest.mark.parametrize("place", ["cpu", "emu"])
 @pytest.mark.parametrize("kind", ["LESS", "LossSelection", "ODM", "DoReMi", "LossReweighting"])
-def test_decisions_are_those_under_plain_lightning(kind, place, tmp_path):
-    def run(**trainer):
-        module, policy = Llama(), policy_of(kind, tmp_path)
-        fit(module, sentences(), [policy], max_epochs=2, **trainer)
-        return module, policy
-
-    runs = [run()]
+def test_decisions_are_those_under_plain_lightning(kind, place, tmp_path, train_plain):
+    losses, weights, history = train_plain(kind)
     with emulated_device("lazy") if place == "emu" else nullcontext():
         accelerator = EmulatedAccelerator() if place == "emu" else "cpu"
         # the fused kernel may differ in the last bit
-        runs.append(run(accelerator=accelerator, strategy=MegaTrainStrategy(fused_optimizer=False)))
-    (plain, first), (streamed, second) = runs
-    assert [step for step, _ in first.history] == [step for step, _ in second.history]
-    for (_, a), (_, b) in zip(first.history, second.history, strict=True):
-        assert a == b
-    assert streamed.losses == plain.losses
-    assert torch.equal(weights(streamed), weights(plain))
-    assert len(first.history) > 2
+        streamed = train(kind, tmp_path, accelerator=accelerator, strategy=MegaTrainStrategy(fused_optimizer=False))
+    assert streamed[2] == history
+    assert streamed[0] == losses
+    assert torch.equal(streamed[1], weights)
+    assert len(history) > 2
 
 
 @pytest.mark.long
