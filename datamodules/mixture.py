@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -92,7 +93,9 @@ class MixtureDataModule(L.LightningDataModule):
         self.rows: dict[str, dict[str, Any]] = {}
         """Rows by split (train, val, test), then by domain; filled by :meth:`setup`. Of a streamed domain the first are a `TextStream`."""
         # Only what finds the tokenizer again: an exported model needs it, and the rest is in the run's config.yaml.
-        self.save_hyperparameters("tokenizer", "block_size")
+        # The frame is given: Lightning's own look for it leaves a cycle, so that all that callers hold lives until the garbage collector
+        # comes, which needs five seconds for each worker of a loader.
+        self.save_hyperparameters("tokenizer", "block_size", frame=inspect.currentframe())
 
     @property
     def domain_names(self) -> list[str]:

@@ -5,6 +5,7 @@ Shapes: B rows, T tokens a row, V vocabulary.
 
 from __future__ import annotations
 
+import inspect
 import math
 import time
 from typing import Any, ClassVar
@@ -104,7 +105,7 @@ class CausalLM(L.LightningModule):
                 raise ValueError(f"`{name}` is {tokens}: it must be at least 1 token, or None for the whole micro-batch at once.")
         if lora is not None:
             import_peft()
-        self.save_hyperparameters()
+        self.save_hyperparameters(frame=inspect.currentframe())  # Lightning's own look for it leaves a cycle that keeps the weights
         self.config: PretrainedConfig = load_config(model, revision)
         self.optimizer_class = import_class(optimizer)
         self.model: PreTrainedModel | None = None

@@ -1,4 +1,6 @@
+import gc
 import json
+import weakref
 
 import lightning as L
 import pytest
@@ -173,3 +175,24 @@ def test_test_documents_are_their_own_or_asked_for(domains, tmp_path):
     with pytest.raises(MisconfigurationException, match="set `test_fraction`"):
         ready(domains, tmp_path).test_dataloader()
     assert len(ready(domains, tmp_path, test_fraction=0.2).test_dataloader()) == 2
+
+
+@pytest.mark.parametrize("make", [lambda domains: MixtureDataModule(domains, tokenizer="bytes"), lambda _: CausalLM(LLAMA)])
+def test_what_the_caller_holds_goes_when_the_caller_returns(domains, make):
+    """Loaders whose workers run, say: the garbage collector ends them late, and slowly."""
+
+    class Held:
+        pass
+
+    def caller():
+        held = Held()
+        made = make(domains)
+        return weakref.ref(held), made
+
+    gc.disable()
+    try:
+        held, made = caller()
+        assert held() is None
+        assert made.hparams
+    finally:
+        gc.enable()
