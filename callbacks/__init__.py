@@ -7,6 +7,7 @@ from lightning_megatrain.callbacks.policy import Policy
 from lightning_megatrain.callbacks.reweighting import LossReweighting, ReweightingPolicy
 from lightning_megatrain.callbacks.schedule import Schedule
 from lightning_megatrain.callbacks.selection import LESS, LossSelection, RandomSelection, ReplaySelection, Selected, SelectionPolicy
+from lightning_megatrain.callbacks.step_losses import StepLosses
 
 __all__ = [
     "LESS",
@@ -24,5 +25,6 @@ __all__ = [
     "Selected",
     "SelectionPolicy",
     "StaticMixture",
+    "StepLosses",
     "read_decisions",
 ]

@@ -39,7 +39,7 @@ class Policy(pl.Callback):
         warmup_steps: First acts after this many optimizer steps; 0 acts before the first.
         every_n_steps: Then acts each time this many more have passed; 0 acts only once.
         max_updates: Acts at most this often; 0 never acts, None has no limit.
-        domain: For a plain DataLoader: the column, or the function of a sample, that gives the domain.
+        domain: For a plain DataLoader: the column, or the function of a sample, that gives the domain, a string or a whole number.
         name: Tells two policies of one class apart, in checkpoint, loggers and files (default: the class's name). A resumed run finds
             its state by it.
         record: Whether decisions are written to ``<log_dir>/policies/<name>/`` and a figure is drawn there.

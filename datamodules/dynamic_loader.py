@@ -40,7 +40,7 @@ class DynamicLoader:
             multiple of ranks x workers as shards, each worker reads its own; its order then depends on their numbers. Any other stream
             is read whole by every worker and rank, each of which keeps its own samples.
         batch_size: Samples per batch and rank.
-        domain: Where a map-style dataset has its domains: a column, or a function of the sample.
+        domain: Where a map-style dataset has its domains: a column, or a function of the sample. Either gives strings or whole numbers.
         proportions: Share of each domain from the start. Default: none, all samples are alike (streams: equal shares).
         shuffle: ``False`` keeps the samples' own order. Streams always do, unless they have a ``shuffle_buffer``.
         shuffle_buffer: Samples of each stream that are held in memory, by each process that reads it, and drawn from at random, in
@@ -343,7 +343,9 @@ class DynamicLoader:
         """
         _ = self.domains
         first = self.plan.proportions is None
-        self._planner.change(lambda number: self.plan.set_proportions(proportions or self.data.equal_shares(), number))
+        self._planner.change(
+            lambda number: self.plan.set_proportions(self.data.equal_shares() if proportions is None else proportions, number)
+        )
         self._stale = True
         if first:
             self._warn_of_repeats()

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm.auto import tqdm
 
-DomainOf = str | Callable[[Any], str]
+DomainOf = str | Callable[[Any], str | int]
 
 THREE_FORMS = (
     "Say which domain a sample belongs to in one of three ways:\n"
@@ -27,13 +27,15 @@ def find_domains(dataset: Any, domain: DomainOf) -> tuple[list[str], NDArray[np.
 
     Args:
         dataset: A map-style dataset of N samples.
-        domain: A column name, or a function of the sample that returns the name.
+        domain: A column name, or a function of the sample that returns the name: a string, or a whole number.
 
     Returns:
         The sorted names, and (N,) int32 positions in them.
 
     Raises:
         KeyError: there is no such column.
+        ValueError: samples have no columns, the function fails, or what gives the name is neither a string nor a whole number. It is no
+            TypeError, as Lightning asks a loader for its iterator to see whether it is one, and reports a TypeError as an invalid loader.
     """
     if isinstance(domain, str):
         columns = getattr(dataset, "column_names", None)
@@ -42,7 +44,7 @@ def find_domains(dataset: Any, domain: DomainOf) -> tuple[list[str], NDArray[np.
                 raise KeyError(f"There is no column {domain!r} to take the domain from; the columns are {columns}.")
             return _positions(list(dataset.with_format(None)[domain]))
         return _positions([_column(dataset[i], domain) for i in _progress(len(dataset))])
-    return _positions([domain(dataset[i]) for i in _progress(len(dataset))])
+    return _positions([_call(domain, dataset[i], i) for i in _progress(len(dataset))])
 
 
 def _progress(n: int) -> Iterable[int]:
@@ -51,7 +53,7 @@ def _progress(n: int) -> Iterable[int]:
 
 def _column(sample: Any, name: str) -> Any:
     if not isinstance(sample, Mapping):
-        raise TypeError(
+        raise ValueError(
             f"`domain={name!r}` names a column, but a sample is a {type(sample).__name__}. "
             "Give a function instead: `domain=lambda sample: ...`."
         )
@@ -60,6 +62,19 @@ def _column(sample: Any, name: str) -> Any:
     return sample[name]
 
 
+def _call(domain: Callable[[Any], Any], sample: Any, index: int) -> Any:
+    try:
+        return domain(sample)
+    except Exception as error:
+        raise ValueError(f"`domain` failed on sample {index}, a {type(sample).__name__}: {type(error).__name__}: {error}") from error
+
+
 def _positions(labels: list[Any]) -> tuple[list[str], NDArray[np.int32]]:
+    for index, label in enumerate(labels):
+        if not isinstance(label, str | int | np.integer | np.bool_):
+            raise ValueError(
+                f"`domain` must give a string or a whole number, the name of a domain, but for sample {index} it gives a "
+                f"{type(label).__name__}."
+            )
     names, ids = np.unique(np.array([str(label) for label in labels]), return_inverse=True)
     return names.tolist(), ids.reshape(-1).astype(np.int32)

@@ -23,7 +23,10 @@ class MixturePolicy(Policy):
 
     @abstractmethod
     def mix(self, trainer: pl.Trainer, module: pl.LightningModule) -> Mapping[str, float]:
-        """Return a weight for every domain. Called on every rank, and must return the same on each: end with :meth:`~Policy.agree`."""
+        """Return a weight for every domain. Called on every rank, and must return the same on each: end with :meth:`~Policy.agree`.
+
+        The names are those of ``self.loader.domains``; the weights are finite and non-negative, and need not sum to one.
+        """
 
     def scores(self) -> Mapping[str, float]:
         """Return what the last shares were decided on, by domain, for the records."""
@@ -37,7 +40,13 @@ class MixturePolicy(Policy):
 
     @override
     def act(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        self.loader.set_proportions(self.mix(trainer, module))
+        weights = self.mix(trainer, module)
+        if not isinstance(weights, Mapping):
+            raise TypeError(
+                f"`mix` must return a weight for every domain, a mapping from each of {self.loader.domains} to a number, got a "
+                f"{type(weights).__name__}."
+            )
+        self.loader.set_proportions(weights)
         shares, scores = self.loader.proportions or {}, self.scores()
         self.report(trainer, {f"share/{n}": s for n, s in shares.items()} | {f"score/{n}": s for n, s in scores.items()})
         self.write(trainer, domain=list(shares), weight=list(shares.values()), score=[scores.get(n, np.nan) for n in shares])

@@ -9,6 +9,7 @@ from abc import abstractmethod
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
@@ -52,8 +53,10 @@ class ReweightingPolicy(Policy):
     def weigh(self, losses: StepLosses, batch: Any) -> Tensor:
         """Return the weight of each sample, (B,) non-negative, of any sum. May communicate: every rank calls it.
 
+        The weights are constants: their graph is dropped. An array or a list of B numbers is taken too.
+
         Args:
-            losses: Of the micro-batch, detached.
+            losses: Of the micro-batch, detached; ``losses.means_B`` is each sample's mean token loss.
             batch: The micro-batch, on the device that computes; ``self.loader.last`` has its indices and domains.
         """
 
@@ -119,8 +122,8 @@ class ReweightingPolicy(Policy):
         if trainer is None or not self.weighs(trainer.global_step):
             return None
         with self._naming_errors(trainer):
-            weights_B = self.weigh(losses, batch).float()
-            if weights_B.shape != losses.sums_B.shape or not bool((torch.isfinite(weights_B) & (weights_B >= 0)).all()):
+            weights_B = _as_weights(self.weigh(losses, batch), losses.sums_B)
+            if not bool((torch.isfinite(weights_B) & (weights_B >= 0)).all()):
                 raise ValueError(
                     f"`weigh` must return a finite, non-negative weight for each of {len(losses.sums_B)} samples, got {weights_B}."
                 )
@@ -139,3 +142,20 @@ class ReweightingPolicy(Policy):
         self._range.append((float(relative.min()), float(relative.max())))
         names = None if last.domain is None else [self.loader.domains[d] for d in domain]
         self.write(trainer, index=index, domain=names, score=score, weight=weight)
+
+
+def _as_weights(given: Any, sums_B: Tensor) -> Tensor:
+    """Return what `weigh` gave as (B,) FP32 without a graph, on the device of the losses."""
+    weights = given
+    if given is not None and not isinstance(given, Tensor):
+        try:
+            weights = torch.from_numpy(np.array(given, dtype=np.float64))
+        except (TypeError, ValueError, RuntimeError):
+            weights = None  # not numbers, or not as many in each row
+    if weights is None or weights.shape != sums_B.shape:
+        shape = "" if weights is None else f" of shape {tuple(weights.shape)}"
+        raise TypeError(
+            f"`weigh` must return a tensor (B,) = {tuple(sums_B.shape)}, a weight for each sample, got a {type(given).__name__}{shape}."
+        )
+    weights_B: Tensor = weights.detach().float().to(sums_B.device)
+    return weights_B

@@ -8,7 +8,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
 from typing_extensions import override
 
 from lightning_megatrain import model_ops
@@ -16,19 +17,31 @@ from lightning_megatrain.callbacks.loader_access import refuse_overfitting
 from lightning_megatrain.callbacks.policy import Policy
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Selected:
-    """A choice of samples.
+    """A choice of samples. Arrays, tensors (of any device) and lists are taken, and kept as arrays.
 
     Attributes:
-        index: (n,) int64, positions in the dataset.
+        index: (n,) whole numbers, positions in the dataset.
         score: (n,) float64 of these, or None.
         ordered: Whether they are served in this order rather than shuffled.
+
+    Raises:
+        TypeError: ``index`` or ``score`` holds no numbers.
+        ValueError: they are not 1-D, or not of one length.
     """
 
     index: NDArray[np.int64]
-    score: NDArray[np.float64] | None = None
-    ordered: bool = False
+    score: NDArray[np.float64] | None
+    ordered: bool
+
+    def __init__(self, index: ArrayLike | Tensor, score: ArrayLike | Tensor | None = None, ordered: bool = False) -> None:
+        index_n = _numbers("index", index)
+        score_n = None if score is None else _numbers("score", score).astype(np.float64)
+        if score_n is not None and len(score_n) != len(index_n):
+            raise ValueError(f"Selected(index, score) needs a score for each index, got {len(index_n)} indices and {len(score_n)} scores.")
+        for name, value in (("index", index_n), ("score", score_n), ("ordered", ordered)):
+            object.__setattr__(self, name, value)  # frozen
 
 
 class SelectionPolicy(Policy):
@@ -61,7 +74,10 @@ class SelectionPolicy(Policy):
 
     @abstractmethod
     def select(self, trainer: pl.Trainer, module: pl.LightningModule, size: int) -> Selected:
-        """Return ``size`` samples. Called on every rank, and must return the same on each: end with :meth:`~Policy.agree`."""
+        """Return ``size`` samples. Called on every rank, and must return the same on each: end with :meth:`~Policy.agree`.
+
+        ``size`` is how many are wanted; more or fewer are taken as well.
+        """
 
     @override
     def prepare(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
@@ -72,6 +88,11 @@ class SelectionPolicy(Policy):
     @override
     def act(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         selected = self.select(trainer, module, self.pool_size(trainer))
+        if not isinstance(selected, Selected):
+            raise TypeError(
+                f"`select` must return a Selected, got a {type(selected).__name__}. Return `Selected(index)`, the positions of the samples "
+                "in the dataset, or `Selected(index, score)`."
+            )
         self.loader.set_pool(selected.index, ordered=selected.ordered)
         metrics = {"samples": float(len(selected.index))}
         domains = None
@@ -115,6 +136,23 @@ class SelectionPolicy(Policy):
             collate_fn=collate_fn or self.loader.collate_fn,
             **options,
         )
+
+
+def _numbers(name: str, values: ArrayLike | Tensor) -> NDArray[Any]:
+    """Return what a Selected was given as a 1-D array."""
+    kind = type(values).__name__
+    if isinstance(values, Tensor):
+        values = values.detach().cpu()
+        values = (values.double() if values.is_floating_point() else values).numpy()  # NumPy has no BF16
+    try:
+        array = np.asarray(values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"`{name}` of a Selected cannot be made an array of numbers, got a {kind}. ({error})") from error
+    if array.dtype.kind not in "biuf":
+        raise TypeError(f"`{name}` of a Selected must be an array, a tensor or a list of numbers, got a {kind} of {array.dtype}.")
+    if array.ndim != 1:
+        raise ValueError(f"`{name}` of a Selected must be 1-D, (n,), got a {kind} of shape {array.shape}.")
+    return array
 
 
 def check_seed(seed: int) -> int:

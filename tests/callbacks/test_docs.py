@@ -1,19 +1,26 @@
 """docs/policies.md: its own policy runs as it stands, and its configs train."""
 
+import dataclasses
 import json
 import re
 
+import numpy as np
 import pytest
 import torch
 
 from lightning_megatrain import callbacks
 from lightning_megatrain.cli import main
-from tests.callbacks.modules import Llama, fit
+from tests.callbacks.modules import Linear, Llama, fit, points
+
+
+def block_of(repository, word):
+    text = (repository / "docs" / "policies.md").read_text()
+    (source,) = (block for block in re.findall(r"```python\n(.*?)```", text, re.S) if word in block)
+    return source
 
 
 def test_the_policy_of_the_text_runs(repository):
-    text = (repository / "docs" / "policies.md").read_text()
-    (source,) = (block for block in re.findall(r"```python\n(.*?)```", text, re.S) if "class ShortFirst" in block)
+    source = block_of(repository, "class ShortFirst")
     lines = [line for line in source.splitlines() if line.strip()]
     assert len(lines) <= 30
     names = {}
@@ -34,6 +41,25 @@ def test_the_policy_of_the_text_runs(repository):
     fit(Watched(), loader, [policy])
     assert [m["samples"] for _, m in policy.history] == [4, 8, 12, 16]
     assert all(length <= bound for length, bound in zip(lengths, [2, 2, 4, 4, 6, 6, 8, 8], strict=True))
+
+
+def test_the_reweighting_of_the_text_runs(repository, tmp_path):
+    names = {}
+    exec(block_of(repository, "def weigh"), names)
+    module = Linear()
+    fit(module, points(), [names["ByLoss"]()], default_root_dir=tmp_path)
+    table = callbacks.read_decisions(tmp_path / "policies" / "ByLoss" / "decisions")
+    index, score, weight = (table[column].to_numpy() for column in ("index", "score", "weight"))
+    assert index.tolist() == sum(module.seen, [])
+    assert score.min() < 4 < score.max()
+    assert np.array_equal(weight, score.clip(max=4))
+
+
+def test_the_text_names_every_field_that_a_weigh_is_given(repository):
+    text = (repository / "docs" / "policies.md").read_text()
+    properties = [name for name, value in vars(callbacks.StepLosses).items() if isinstance(value, property)]
+    fields = [field.name for field in dataclasses.fields(callbacks.StepLosses)] + properties
+    assert [name for name in fields if f"`{name}`" not in text] == []
 
 
 def test_the_text_names_every_policy(repository):

@@ -1,5 +1,7 @@
 """The loader: every sample once, decisions at the very next batch, exact resume; with and without workers."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -290,6 +292,38 @@ def test_domains_come_from_a_column_or_a_function(domain, hugging_face):
     assert loader.domain_sizes == {"even": 5, "odd": 5}
     assert next(iter(loader))["x"].remainder(2).tolist() == [1] * 5
     assert loader.domain_of([0, 1, 2]).tolist() == [0, 1, 0]
+
+
+def test_domains_may_be_whole_numbers_and_scalars_of_numpy():
+    names = [0, np.int64(1), "two", np.str_("two"), True]
+    loader = DynamicLoader(Numbers(5), 5, domain=lambda i: names[int(i)])
+    assert loader.domains == ["0", "1", "True", "two"]
+    assert loader.domain_sizes == {"0": 1, "1": 1, "True": 1, "two": 2}
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [(None, "NoneType"), (1.0, "float"), (np.float32(1), "float32"), (torch.tensor(1), "Tensor"), (["a"], "list"), (b"a", "bytes")],
+)
+@pytest.mark.parametrize("column", [True, False])
+def test_what_is_no_name_of_a_domain_is_refused_with_its_sample(value, kind, column):
+    rows = [{"source": "a"}, {"source": "a"}, {"source": value}]
+    loader = DynamicLoader(rows, 2, domain="source" if column else lambda row: row["source"])
+    says = f"`domain` must give a string or a whole number, the name of a domain, but for sample 2 it gives a {kind}."
+    with pytest.raises(ValueError, match=f"^{re.escape(says)}$"):
+        loader.domains  # noqa: B018
+
+
+def test_a_domain_function_that_fails_names_the_sample():
+    loader = DynamicLoader([("a", 1), ("b",)], 2, domain=lambda sample: str(sample[1]))
+    with pytest.raises(ValueError, match=r"^`domain` failed on sample 1, a tuple: IndexError: tuple index out of range$"):
+        loader.domains  # noqa: B018
+
+
+def test_no_proportions_at_all_are_not_none():
+    loader = DynamicLoader({"a": Numbers(4), "b": Numbers(4)}, 2)
+    with pytest.raises(ValueError, match="`proportions` must be"):
+        loader.set_proportions({})
 
 
 def test_a_loader_without_domains_shows_the_three_forms():
