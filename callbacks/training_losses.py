@@ -133,5 +133,7 @@ def _weighted(
 def _plain_mean(loss: Tensor, sums_B: Tensor, tokens_B: Tensor) -> Tensor:
     """Return the mean of the sample losses that is in ``loss``: over tokens, unless ``loss`` is the mean over samples of their means."""
     over_tokens, over_samples = sums_B.sum() / tokens_B.sum().clamp(min=1), (sums_B / tokens_B.clamp(min=1)).mean()
-    by_samples = torch.isclose(loss, over_samples, rtol=1e-3) and not torch.isclose(loss, over_tokens, rtol=1e-3)
+    given, tolerance = loss.detach(), max(1e-3, torch.finfo(loss.dtype).eps)  # a loss in BF16 has two or three digits
+    from_tokens, from_samples = (given - over_tokens.detach()).abs(), (given - over_samples.detach()).abs()
+    by_samples = bool((from_samples < from_tokens) & (from_samples <= tolerance * given.abs()))
     return over_samples if by_samples else over_tokens

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from lightning_megatrain.callbacks import LossReweighting
 from lightning_megatrain.callbacks.reweighting.loss import shape_of
+from lightning_megatrain.callbacks.training_losses import _plain_mean
 from lightning_megatrain.model_ops import compute_sample_losses
 from tests.callbacks.modules import Linear, Llama, Points, Sentences, fit, points, sentences, weights
 from tests.callbacks.reweighting.subjects import Fixed, Logits, PerSample
@@ -232,6 +233,48 @@ def test_a_mean_over_samples_is_replaced_by_the_weighted_mean_over_tokens():
     ((weighted * F.cross_entropy(copy.layer(x), y, reduction="none")).sum() / weighted.sum()).backward()
     wanted = torch.cat([(p - copy.lr * p.grad).detach().flatten() for p in copy.parameters()])
     torch.testing.assert_close(weights(module), wanted, rtol=1e-5, atol=1e-6)  # sums in another order
+
+
+@pytest.mark.parametrize("strategy", ["auto", "megatrain"])
+def test_a_module_in_bf16_is_weighted(strategy):
+    """Weights of which a quarter is a BF16 number: each sample's gradient is exactly its own times the weight."""
+    table = torch.tensor([0.0, 2.0, 1.0, 1.0])
+
+    class Blocks(Linear):
+        def __init__(self, given=None):
+            super().__init__()
+            self.blocks = torch.nn.ModuleList([torch.nn.Linear(3, 3) for _ in range(2)])
+            self.given = given
+
+        def training_step(self, batch, batch_idx):
+            x, y = batch
+            for block in self.blocks:
+                x = block(x)
+            losses = F.cross_entropy(self.layer(x), y, reduction="none")
+            assert losses.dtype == torch.bfloat16
+            if self.given is not None:
+                return (losses * self.given.bfloat16()).mean()
+            return {"loss": losses.mean(), "sample_losses": losses}
+
+    def run(given, policies):
+        module = Blocks(given)
+        fit(module, points(4, shuffle=False), policies, max_steps=1, precision="bf16-true", strategy=strategy)
+        return weights(module)
+
+    assert torch.equal(run(None, [Fixed(table.tolist())]), run(table, []))
+    assert not torch.equal(run(table, []), run(torch.ones(4), []))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mean", ["tokens", "samples"])
+def test_which_mean_the_loss_is_can_be_told_within_the_digits_it_has(dtype, mean):
+    """The two differ by 1 part in 200, which is one step of BF16."""
+    tokens = torch.tensor([1.0, 3.0])
+    sums = torch.tensor([1.0, 3.0 * 1.02])
+    means = {"tokens": sums.sum() / tokens.sum(), "samples": (sums / tokens).mean()}
+    assert means[mean].item() in (pytest.approx(1.015), pytest.approx(1.01))
+    found = _plain_mean(means[mean].to(dtype), sums, tokens)
+    assert found.item() == means[mean].item()
 
 
 def test_the_losses_seen_are_those_of_the_samples():
