@@ -220,7 +220,7 @@ def _load_reference(reference: str, module: pl.LightningModule) -> nn.Module:
         model = copy.deepcopy(module)
         model.configure_model()
         model.load_state_dict(torch.load(reference, map_location="cpu", weights_only=False)["state_dict"])
-        return model
+        return module.trainer.precision_plugin.convert_module(model)  # is given what the proxy is given, with bf16-true BF16
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(reference, dtype=torch.float32)

@@ -185,6 +185,22 @@ def test_modules_without_tokens_are_compared_by_sample(tmp_path):
     np.testing.assert_allclose(shares[0], 1 / 3, rtol=1e-6)  # the first step's model is the reference: no excess
 
 
+def test_the_reference_computes_in_the_precision_of_the_run(tmp_path):
+    """In BF16 too the model at the first step has no excess over itself, exactly; batches of a module of one's own hold floats."""
+    path, seen = tmp_path / "reference.ckpt", []
+    torch.save({"state_dict": Linear().state_dict()}, path)
+
+    class Look(DoReMi):
+        def _excess(self, losses, batch):
+            seen.append((next(self._reference.parameters()).dtype, super()._excess(losses, batch)))
+            return seen[-1][1]
+
+    fit(Linear(), points(), [Look(str(path), domain=third)], precision="bf16-true")
+    assert seen[0][0] == torch.bfloat16
+    assert seen[0][1].tolist() == [0.0] * 4
+    assert any(excess.any() for _, excess in seen[1:])
+
+
 def test_the_reference_is_no_part_of_the_checkpoint(tmp_path):
     saver = ModelCheckpoint(tmp_path, every_n_train_steps=2, filename="{step}")
     module = Llama()
