@@ -118,6 +118,9 @@ class DynamicLoader:
     same_every_epoch = False
     """Whether each epoch has the batches of the first. The Trainer's `overfit_batches` sets it."""
 
+    nothing_left = False
+    """Whether the next batch that is asked for is one behind an epoch's last. A Trainer that resumes from there sets it."""
+
     @classmethod
     def from_dataloader(
         cls,
@@ -161,6 +164,8 @@ class DynamicLoader:
         self._stale = False  # what the DataLoader's iterator has fetched ahead is out of date
         self._unused: Iterator[Any] | None = None  # a DataLoader's iterator, with no batch taken
         self._resumed = False
+        self._untouched = False  # resumed, and no batch handed out since
+        self._epochs_without_batches = 0
 
     # ---------------------------------------------------------------- what it holds
 
@@ -381,9 +386,15 @@ class DynamicLoader:
         return Epoch(self)
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin epoch ``epoch``, unless the loader is in it already. Lightning calls this at the start of every epoch."""
-        if epoch != self.epoch:
-            self._begin_epoch(epoch)
+        """Begin epoch ``epoch``, unless the loader is in it already. Lightning calls this at the start of every epoch.
+
+        A run that resumes from the end of an epoch may count that epoch twice, the second time without a batch. The loader does not.
+        """
+        number = epoch - self._epochs_without_batches
+        if number != self.epoch and self._untouched and not self.delivered:
+            self._epochs_without_batches += number - self.epoch
+        elif number != self.epoch:
+            self._begin_epoch(number)
 
     def _begin_epoch(self, epoch: int) -> None:
         self._planner.begin_epoch(epoch, again=self.same_every_epoch)
@@ -407,4 +418,5 @@ class DynamicLoader:
             check_same_domains(saved, names)
         self.data.check_same_buffers(state.get("shuffle_buffers", {}))
         self._planner.load_state_dict(state)
-        self._stale = self._resumed = True
+        self._epochs_without_batches = state.get("epochs_without_batches", 0)
+        self._stale = self._resumed = self._untouched = True

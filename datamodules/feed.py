@@ -20,10 +20,13 @@ class Epoch(Iterator[Any]):
         self._batches = self._begin()
 
     def __next__(self) -> Any:
+        if self._loader.nothing_left:
+            self._loader.nothing_left = False
+            raise StopIteration
         if self._loader._stale:
             self._batches = self._begin()
         batch = next(self._batches)
-        self._loader._unused = None
+        self._loader._unused, self._loader._untouched = None, False
         self._loader.last = self._loader._planner.hand_out()
         return batch
 
@@ -69,9 +72,9 @@ class Feed:
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the loader, and the sampler of a wrapped DataLoader, which epoch begins."""
-        if hasattr(self._wrapped_sampler, "set_epoch"):
-            self._wrapped_sampler.set_epoch(epoch)
         self._loader.set_epoch(epoch)
+        if hasattr(self._wrapped_sampler, "set_epoch"):
+            self._wrapped_sampler.set_epoch(self._loader.epoch)
 
     def __iter__(self) -> Iterator[list[Any]]:
         while (planned := self._loader._planner.take()) is not None:

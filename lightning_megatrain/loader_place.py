@@ -24,6 +24,9 @@ class LoaderPlace(pl.Callback):
 
     A resumed `ModelCheckpoint(every_n_train_steps=)` would save its first step again after one micro-batch, over the file that it resumed
     from: with accumulated gradients in mid-window, of which no checkpoint holds the gradients. It is told that this step is saved.
+
+    Resumed from the end of an epoch after which no validation is due, under `max_steps`, Lightning would take one more batch of that epoch.
+    The loader has none.
     """
 
     @override
@@ -33,8 +36,12 @@ class LoaderPlace(pl.Callback):
         for saver in trainer.checkpoint_callbacks if loaders else ():
             if isinstance(saver, ModelCheckpoint) and not saver._last_global_step_saved:
                 saver._last_global_step_saved = trainer.global_step
+        epoch_loop, fetcher = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher
+        # a checkpoint from within the last batch (`every_n_train_steps`) begins the next epoch at once
+        at_end = epoch_loop.restarting and epoch_loop._num_ready_batches_reached() and not epoch_loop.restarted_on_train_batch_end
         for loader in loaders:
             loader.same_every_epoch = getattr(trainer, "overfit_batches", 0) > 0  # set on it by name
+            loader.nothing_left = at_end and fetcher is not None and not epoch_loop._should_check_val_fx(fetcher)
 
 
 def loader_place() -> list[pl.Callback]:

@@ -6,6 +6,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
+from lightning_megatrain.callbacks import RandomSelection
 from lightning_megatrain.datamodules import DynamicLoader
 from tests.callbacks.modules import Linear, Points, fit
 
@@ -21,6 +22,26 @@ class Scheduled(Linear):
     def configure_optimizers(self):
         optimizer = super().configure_optimizers()
         return [optimizer], [torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=int(self.trainer.estimated_stepping_batches))]
+
+
+class WithValidation(Linear):
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.layer(batch[0]).square().mean())
+
+
+class SeededByEpoch(torch.utils.data.Sampler):
+    """As DistributedSampler: another order in each epoch, by its number."""
+
+    epoch = 0
+
+    def __len__(self):
+        return 24
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        return iter(torch.randperm(24, generator=torch.Generator().manual_seed(self.epoch)).tolist())
 
 
 class Mixer(L.Callback):
@@ -42,6 +63,10 @@ def long_mixture(**kwargs):
 
 def streams(**kwargs):
     return DynamicLoader({"a": Stream(), "b": Stream()}, 4, proportions={"a": 1, "b": 2}, steps_per_epoch=6, **kwargs)
+
+
+def wrapped():
+    return DataLoader(Points(), 4, sampler=SeededByEpoch())
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -66,6 +91,33 @@ def test_a_finished_run_goes_on_where_it_ended(tmp_path):
     fit(half, long_mixture(), max_epochs=2).save_checkpoint(tmp_path / "half.ckpt")
     fit(rest, long_mixture(), max_epochs=4, ckpt_path=tmp_path / "half.ckpt")
     assert half.seen + rest.seen == whole.seen
+
+
+@pytest.mark.parametrize("val", [None, 1, 2], ids=["no-validation", "validation", "validation-every-second-epoch"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("make", [one_pass, long_mixture, wrapped])
+def test_under_max_steps_an_epochs_end_is_resumed_from_too(make, accumulate, val, tmp_path):
+    """Of a checkpoint from the end of an epoch Lightning counts that epoch twice, and may take a batch for the second time."""
+
+    def run(folder, steps, **options):
+        module, at_end = WithValidation(), True if val == 2 else None
+        saver = ModelCheckpoint(tmp_path / folder, save_top_k=-1, filename="{epoch}", save_on_train_epoch_end=at_end)
+        callbacks = [saver, RandomSelection(size=3, warmup_steps=99)] if isinstance(loader := make(), DataLoader) else [saver]
+        checks = {"val": DataLoader(Points(), 4), "check_val_every_n_epoch": val} if val else {}
+        options |= {"accumulate_grad_batches": accumulate, "enable_checkpointing": True, "max_steps": steps // accumulate}
+        fit(module, loader, callbacks, max_epochs=None, **checks, **options)
+        return module
+
+    whole = run("whole", 24)
+    assert len(whole.seen) == 24
+    for epoch in (0, 1):  # also twice in a row
+        resumed = run("once", 24, ckpt_path=tmp_path / "whole" / f"epoch={epoch}.ckpt")
+        assert resumed.seen == whole.seen[6 * (epoch + 1) :]
+        assert torch.equal(resumed.layer.weight, whole.layer.weight)
+    again = run("twice", 24, ckpt_path=min((tmp_path / "once").iterdir()))
+    assert again.seen == whole.seen[-len(again.seen) :]
+    assert len(again.seen) in (6, 12)
+    assert run("first", 6).seen + run("rest", 24, ckpt_path=next((tmp_path / "first").iterdir())).seen == whole.seen
 
 
 def test_epochs_cut_short_go_on_too(tmp_path):
