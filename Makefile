@@ -49,10 +49,13 @@ clean:
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
+# Modules are compiled when they are first imported, as most of some 15000 never are.
+PIP_INSTALL := $(BIN)/pip install --no-compile --constraint constraints.txt
+
 $(VENV)/installed: $(INSTALLED_FROM) | $(BIN)/python
-	$(BIN)/pip install --editable . --constraint constraints.txt
+	$(PIP_INSTALL) --editable .
 	touch $@
 
 $(VENV)/installed-dev: $(INSTALLED_FROM) | $(BIN)/python
-	$(BIN)/pip install --editable '.[dev]' --constraint constraints.txt
+	$(PIP_INSTALL) --editable '.[dev]'
 	touch $@
