@@ -31,13 +31,17 @@ from tests.model_ops.subjects import Lit, llama, rows_of, text_batch
 
 SETTINGS = GradientSettings(width=16)
 
+# Processes are forked off one that has imported these and done nothing else, which saves each of them the imports.
+mp.set_forkserver_preload(["torch.distributed.fsdp", "transformers.models.llama.modeling_llama", "lightning_megatrain.callbacks"])
+
 
 def on_ranks(ranks: int, function: Any, folder: Path, *args: Any) -> list[Any]:
     """Returns what `function(rank, *args)` returns on each of some new processes that share a gloo group."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    mp.spawn(_on_rank, args=(ranks, port, function, folder, args), nprocs=ranks)  # type: ignore[no-untyped-call]
+    given = (ranks, port, function, folder, args)
+    mp.start_processes(_on_rank, args=given, nprocs=ranks, start_method="forkserver")  # type: ignore[no-untyped-call]
     return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(ranks)]
 
 
