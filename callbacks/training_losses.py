@@ -14,6 +14,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
+from lightning_megatrain.callbacks.default_dtype import default_dtype
 from lightning_megatrain.callbacks.errors import PolicyError
 from lightning_megatrain.callbacks.step_losses import (
     WHAT_TO_RETURN,
@@ -24,6 +25,7 @@ from lightning_megatrain.callbacks.step_losses import (
     watch_model,
 )
 from lightning_megatrain.callbacks.weight_window import WeightWindow
+from lightning_megatrain.model_ops.hugging_face import at_least_fp32
 
 Client = Callable[[StepLosses, Any], "Tensor | None"]
 """Sees the losses of a micro-batch and the micro-batch; returns a weight (B,) for each sample, or None to leave them."""
@@ -77,7 +79,8 @@ class _Tap:
             with watch_model(module) as outputs:
                 result = given(*args, **kwargs)
             batch = kwargs["batch"] if "batch" in kwargs else args[0]
-            return self._weigh(module, result, batch, outputs)
+            with default_dtype(torch.float32):
+                return self._weigh(module, result, batch, outputs)
 
         module.training_step = training_step  # type: ignore[method-assign]
 
@@ -112,28 +115,31 @@ def _weighted(
     """Return sum of factor x token losses over the tokens: by the graph of the sample losses, else by scaling the logits' gradient.
 
     The factors' mean over tokens is 1, so scaling each sample's part of the gradient keeps the module's own way of averaging (over
-    devices, over an
-    accumulation window) and whatever else it adds to the loss.
+    devices, over an accumulation window) and whatever else it adds to the loss. Reckoned in FP32, and returned in the dtype of the
+    module's loss.
     """
-    sums_B = given.get("sample_losses")
+    loss, sums_B = given["loss"], given.get("sample_losses")
     if isinstance(sums_B, Tensor) and sums_B.requires_grad:
-        loss, weighted = given["loss"], (factor_B * sums_B).sum() / losses.tokens_B.sum().clamp(min=1)
-        return loss + (weighted - _plain_mean(loss, sums_B, losses.tokens_B))
+        sums_B = at_least_fp32(sums_B)  # once, so that the gradients of the two means are summed before they are rounded
+        weighted = (factor_B * sums_B).sum() / losses.tokens_B.sum().clamp(min=1)
+        return (at_least_fp32(loss) + (weighted - _plain_mean(loss, sums_B, losses.tokens_B))).to(loss.dtype)
     made_of = differentiable(module, given, outputs)
     if made_of is None:
         raise PolicyError(
             f"{type(module).__name__} returns `sample_losses` without their graph, so they cannot be weighted.\n{WHAT_TO_RETURN}"
         )
-    made_of.register_hook(lambda gradient: gradient * factor_B.to(gradient.dtype).view(-1, *[1] * (gradient.dim() - 1)))
-    loss, total = given["loss"], losses.sums_B.sum()
+    made_of.register_hook(lambda gradient: (gradient * factor_B.view(-1, *[1] * (gradient.dim() - 1))).to(gradient.dtype))
+    total = losses.sums_B.sum()
     change = (factor_B * losses.sums_B).sum() / torch.where(total == 0, 1, total) - 1
-    return loss + (loss.detach() * change).to(loss.dtype)
+    return (at_least_fp32(loss) + at_least_fp32(loss.detach()) * change).to(loss.dtype)
 
 
 def _plain_mean(loss: Tensor, sums_B: Tensor, tokens_B: Tensor) -> Tensor:
-    """Return the mean of the sample losses that is in ``loss``: over tokens, unless ``loss`` is the mean over samples of their means."""
+    """Return the mean of the sample losses that is in ``loss``: over tokens, unless ``loss`` is the mean over samples of their means.
+
+    Where the two are so near that rounding ``loss`` to its dtype could make one of the other, it is the one over tokens.
+    """
     over_tokens, over_samples = sums_B.sum() / tokens_B.sum().clamp(min=1), (sums_B / tokens_B.clamp(min=1)).mean()
-    given, tolerance = loss.detach(), max(1e-3, torch.finfo(loss.dtype).eps)  # a loss in BF16 has two or three digits
-    from_tokens, from_samples = (given - over_tokens.detach()).abs(), (given - over_samples.detach()).abs()
-    by_samples = bool((from_samples < from_tokens) & (from_samples <= tolerance * given.abs()))
-    return over_samples if by_samples else over_tokens
+    rounding = max(1e-3, torch.finfo(loss.dtype).eps / 2)  # in BF16 2^-8
+    close = functools.partial(torch.isclose, loss.to(over_tokens.dtype), rtol=rounding)
+    return over_samples if close(over_samples) and not close(over_tokens) else over_tokens

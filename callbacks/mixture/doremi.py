@@ -14,6 +14,7 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 import numpy as np
 import torch
+from lightning.pytorch.plugins.precision import HalfPrecision
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from typing_extensions import override
@@ -217,10 +218,13 @@ def write_shares(file: Path, shares: dict[str, float]) -> None:
 
 def _load_reference(reference: str, module: pl.LightningModule) -> nn.Module:
     if Path(reference).is_file():
-        model = copy.deepcopy(module)
+        model: Any = copy.deepcopy(module)
         model.configure_model()
         model.load_state_dict(torch.load(reference, map_location="cpu", weights_only=False)["state_dict"])
-        return module.trainer.precision_plugin.convert_module(model)  # is given what the proxy is given, with bf16-true BF16
-    from transformers import AutoModelForCausalLM
+    else:
+        from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(reference, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(reference, dtype=torch.float32)
+    # It is given what the proxy is given, with bf16-true BF16; megatrain's own plugin leaves that to the engine.
+    plugin = module.trainer.precision_plugin
+    return HalfPrecision.convert_module(plugin, model) if isinstance(plugin, HalfPrecision) else plugin.convert_module(model)

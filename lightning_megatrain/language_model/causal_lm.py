@@ -168,7 +168,7 @@ class CausalLM(L.LightningModule):
             "sample_losses": losses.detach().sum(1),
             "sample_tokens": counts,
             "token_losses": losses,
-            "loss_divisor": torch.tensor(self.window.divisor),
+            "loss_divisor": torch.tensor(self.window.divisor, dtype=torch.float32),
         }
 
     @override
@@ -298,8 +298,9 @@ class CausalLM(L.LightningModule):
                 f"No token to train on in step {self.trainer.global_step}: every label of its {self.trainer.accumulate_grad_batches} "
                 f"micro-batches is {IGNORED}. Look at the data's `labels`."
             )
-        self.log("train_loss", self.window.mean_loss, prog_bar=True)
-        self.log("train_perplexity", perplexity(self.window.mean_loss))
+        for name, value in (("train_loss", self.window.mean_loss), ("train_perplexity", perplexity(self.window.mean_loss))):
+            # As a tensor: in a step of `bf16-true` Lightning would round a number to BF16.
+            self.log(name, torch.tensor(value, dtype=torch.float32, device=self.device), prog_bar=name == "train_loss")
 
     def _evaluate(self, batch: Batch, dataloader_idx: int) -> None:
         self._check_packing(batch)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatrain.model_ops.context import batch_size_of, device_of, on_device, precision_of, step_of, through_wrapper
-from lightning_megatrain.model_ops.hugging_face import base_of, find_model, forward_arguments
+from lightning_megatrain.model_ops.hugging_face import at_least_fp32, base_of, find_model, forward_arguments
 from lightning_megatrain.model_ops.trace import leave_no_trace
 
 Pooling = Literal["mean", "last_token", "position_weighted"]
@@ -58,8 +58,8 @@ def embed(module: nn.Module, batch: Any, pooling: Pooling = "mean") -> Tensor:
 
 def pool(hidden_BTH: Tensor, mask_BT: Tensor | None, pooling: Pooling) -> Tensor:
     """Returns (B, H) in FP32, pooled over the tokens where `mask_BT` is not zero (None: all of them); zero for a sample without tokens."""
-    hidden_BTH = hidden_BTH.to(torch.promote_types(hidden_BTH.dtype, torch.float32))
-    present_BT = torch.ones(hidden_BTH.shape[:2], device=hidden_BTH.device) if mask_BT is None else (mask_BT != 0).float()
+    hidden_BTH = at_least_fp32(hidden_BTH)
+    present_BT = (torch.ones_like(hidden_BTH[..., 0]) if mask_BT is None else mask_BT != 0).float()
     position_BT = present_BT.cumsum(1) * present_BT  # 1, 2, 3, ... along the sample's tokens, on whichever side the padding is
     if pooling == "mean":
         weight_BT = present_BT
@@ -68,7 +68,8 @@ def pool(hidden_BTH: Tensor, mask_BT: Tensor | None, pooling: Pooling) -> Tensor
     else:
         weight_BT = (position_BT == position_BT.amax(1, keepdim=True)).float() * present_BT
     weight_BT = (weight_BT / weight_BT.sum(1, keepdim=True).clamp(min=1)).to(hidden_BTH.dtype)
-    return torch.einsum("bt,bth->bh", weight_BT, hidden_BTH)
+    with torch.autocast(hidden_BTH.device.type, enabled=False):  # of the training step that may have asked
+        return torch.einsum("bt,bth->bh", weight_BT, hidden_BTH)
 
 
 def _last_hidden_states(model: nn.Module, batch: Any) -> Tensor:

@@ -144,7 +144,7 @@ def token_losses_from_logits(logits_BTV: Tensor, labels_BT: Tensor, shift: bool)
     if shift:
         labels_BT = F.pad(labels_BT[:, 1:], (0, 1), value=IGNORED)
     losses_BT = F.cross_entropy(
-        _at_least_fp32(logits_BTV).flatten(0, 1), labels_BT.flatten(), ignore_index=IGNORED, reduction="none"
+        at_least_fp32(logits_BTV).flatten(0, 1), labels_BT.flatten(), ignore_index=IGNORED, reduction="none"
     ).view_as(labels_BT)
     valid_BT = labels_BT != IGNORED
     if shift:
@@ -162,7 +162,7 @@ def classification_losses(logits_BV: Tensor, labels: Tensor, problem_type: str |
         labels: (B,) classes, or (B, V) targets.
         problem_type: the configuration's; None decides by the number of outputs and the labels' dtype, as Hugging Face does.
     """
-    logits_BV = _at_least_fp32(logits_BV)
+    logits_BV = at_least_fp32(logits_BV)
     if problem_type is None:
         whole = labels.dtype in (torch.long, torch.int)
         problem_type = "regression" if logits_BV.shape[1] == 1 else "single_label_classification" if whole else "multi_label_classification"
@@ -174,5 +174,6 @@ def classification_losses(logits_BV: Tensor, labels: Tensor, problem_type: str |
     return F.binary_cross_entropy_with_logits(logits_BV, targets_BV, reduction="none").mean(1)
 
 
-def _at_least_fp32(t: Tensor) -> Tensor:
+def at_least_fp32(t: Tensor) -> Tensor:
+    """Returns `t` in FP32, or as it is where it is wider."""
     return t.to(torch.promote_types(t.dtype, torch.float32))

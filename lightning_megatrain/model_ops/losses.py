@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lightning_megatrain.model_ops.context import batch_size_of, device_of, on_device, precision_of, step_of, through_wrapper
 from lightning_megatrain.model_ops.hugging_face import (
     IGNORED,
+    at_least_fp32,
     base_of,
     classification_losses,
     find_model,
@@ -93,7 +94,7 @@ def compute_sample_losses(module: nn.Module, batch: Any) -> Tensor:
     if hook is not None:
         losses_B = hook(batch)
         _check_shape(module, losses_B, batch)
-        return losses_B.to(torch.promote_types(losses_B.dtype, torch.float32))
+        return at_least_fp32(losses_B)
     model = find_model(module)
     if model is None:
         raise TypeError(
@@ -131,7 +132,7 @@ def _token_losses_of_hook(module: Any, batch: Any) -> tuple[Tensor, Tensor]:
         )
     valid_BT = labels_BT != IGNORED
     valid_BT[:, 0] = False  # no token predicts the first
-    return F.pad(losses_BT.to(torch.promote_types(losses_BT.dtype, torch.float32)), (1, 0)), valid_BT
+    return F.pad(at_least_fp32(losses_BT), (1, 0)), valid_BT
 
 
 def _check_shape(module: nn.Module, losses: Any, batch: Any) -> None:
