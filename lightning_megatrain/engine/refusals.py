@@ -97,8 +97,9 @@ def refuse_otherwise_computed(layer: HostLayer, bits: Sequence[Tensor], again: S
         return
     text = (
         f"Streamed layer {layer.name!r} returned other values when backward ran it again: it depends on something that changed in between, "
-        "such as a counter it keeps or random numbers from a generator of its own, or it uses a kernel that does not repeat itself. Its "
-        f"gradients are those of the second run. Make its state a buffer, or keep the layer on the device with resident=[{layer.name!r}]."
+        "such as a counter it keeps, random numbers from a generator of its own or from torch's while another thread draws too, or it uses "
+        "a kernel that does not repeat itself. Its gradients are those of the second run. Make its state a buffer, give other threads a "
+        f"torch.Generator of their own, or keep the layer on the device with resident=[{layer.name!r}]."
     )
     if exact:
         raise RuntimeError(text)

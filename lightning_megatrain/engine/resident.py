@@ -1,6 +1,7 @@
 """Resident parameters: differentiable device copies of host parameters, in the module while the model runs."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakSet
@@ -156,8 +157,9 @@ class Residents:
             resident.keep_replacement()
         for resident in self._residents:
             for container, key in resident.places:
-                if container[key] is resident.bound:
-                    container[key] = resident.parameter
+                with suppress(LookupError):  # code took the parameter out of the module
+                    if container[key] is resident.bound:
+                        container[key] = resident.parameter
             resident.bound = None
 
     def check(self, module: nn.Module) -> None:

@@ -70,7 +70,8 @@ def _run_without_graph(engine: "Engine", layer: HostLayer, args: tuple[Any, ...]
     """Nothing will be differentiated, so the layer gets the caller's own arguments."""
     with engine.weights(layer, "inference", _mode(engine, layer)) as streamed, no_cast_cache(), _running("forward"):
         weights = list(streamed)
-        if not torch.is_inference_mode_enabled():
+        # kernels of recurrent layers ask whether weights require grad, in inference mode too; copies made in that mode cannot be told to
+        if engine.exact or not torch.is_inference_mode_enabled():
             weights = [_leaf(weight, p.requires_grad) for weight, p in zip(streamed, layer.parameters, strict=True)]
         with placed(layer.places, weights), unwritten(layer, weights, by_value=False), _watch_casts(engine, layer, weights):
             output = layer.forward(*args, **kwargs)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.optim import Optimizer
@@ -59,6 +59,8 @@ def _obstacle(optimizers: Sequence[Optimizer], adamws: int, trainer: Trainer, co
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
             return f"would let {type(callback).__name__} average BF16 parameters, which are the upper halves alone. Take the callback out"
+        if isinstance(callback, ModelPruning):
+            return f"would let {type(callback).__name__} replace parameters, whose lower halves would be lost. Take the callback out"
     return None
 
 

@@ -36,6 +36,7 @@ from lightning_megatrain.strategy.user_settings import (
     check_optimizer,
     keep_averages_on_host,
     refuse_compiled,
+    refuse_nodes,
     refuse_settings,
     refuse_several,
 )
@@ -165,6 +166,15 @@ class MegaTrainStrategy(SingleDeviceStrategy):
         refuse_several(devices)
         if devices:
             self._root_device = devices[0]
+
+    @property
+    def num_nodes(self) -> int:
+        """The one machine; the Trainer says how many it was given."""
+        return 1
+
+    @num_nodes.setter
+    def num_nodes(self, number: int) -> None:
+        refuse_nodes(number)
 
     @property
     @override

@@ -21,6 +21,15 @@ def refuse_several(devices: list[torch.device] | None) -> None:
         )
 
 
+def refuse_nodes(number: int) -> None:
+    """Refuses more than one machine, each of which would train a model of its own."""
+    if number > 1:
+        raise MisconfigurationException(
+            f"strategy='megatrain' trains on one device and num_nodes is {number}. Set Trainer(num_nodes=1); to train one model on several "
+            "machines, use strategy='fsdp' or 'deepspeed_stage_3_offload'."
+        )
+
+
 def refuse_compiled(module: LightningModule) -> None:
     """Refuses a module that went through `torch.compile`, which leaves this mark."""
     if getattr(module, "_compiler_ctx", None) is not None:

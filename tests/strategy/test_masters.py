@@ -6,7 +6,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint, ModelPruning, StochasticWeightAveraging
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
@@ -123,6 +123,7 @@ def test_tied_weights_are_saved_once(tmp_path: Path) -> None:
         (HostTrained, {"precision": "32-true"}, ["saves nothing", "bf16-mixed"]),
         (HostTrained, {"precision": "bf16-true", "callbacks": [EMAWeightAveraging()]}, ["EMAWeightAveraging", "BF16"]),
         (HostTrained, {"precision": "bf16-true", "callbacks": [StochasticWeightAveraging(1e-3)]}, ["StochasticWeightAveraging"]),
+        (HostTrained, {"precision": "bf16-mixed", "callbacks": [ModelPruning("l1_unstructured", amount=0.2)]}, ["ModelPruning", "halves"]),
     ],
 )
 def test_split_is_refused_where_it_cannot_be_right(kind: type[Subject], options: dict[str, Any], words: list[str]) -> None:

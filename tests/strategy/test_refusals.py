@@ -75,6 +75,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
         MISCONFIGURATION,
         ["devices=1", "was given 8", "fsdp"],
     ),
+    "two machines": (lambda: fit(num_nodes=2), MISCONFIGURATION, ["num_nodes is 2", "num_nodes=1", "fsdp"]),
     "nothing to stream": (lambda: fit(NothingToStream()), ValueError, ["NothingToStream", "layers=["]),
     "layers that do not exist": (
         lambda: fit(strategy=MegaTrainStrategy(layers=["Nowhere"])),

@@ -2,9 +2,11 @@
 
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from tests.strategy.compare import MakeTrainer, Place, Recorder, assert_same, state
 from tests.strategy.subject import Subject, batches
@@ -92,3 +94,32 @@ def test_several_validation_loaders(place: Place) -> None:
         return dict(trainer.callback_metrics), state(model)
 
     assert_same(run, place)
+
+
+class _Gated(nn.Module):
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.cells = kind(16, 16, batch_first=True)
+
+    def forward(self, hidden_BTD: Tensor) -> Tensor:
+        return hidden_BTD + self.cells(hidden_BTD)[0]
+
+
+@pytest.mark.parametrize("kind", [nn.GRU, nn.RNN, nn.LSTM])
+@pytest.mark.parametrize("inference_mode", [True, False])
+def test_recurrent_layers_predict_by_the_kernels_of_plain(kind: type[nn.RNNBase], inference_mode: bool) -> None:
+    """Which ones run depends on whether weights require grad, in inference mode too; batches of three show it."""
+
+    class Predicts(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.Sequential(*(_Gated(kind) for _ in range(3)))
+
+        def predict_step(self, batch: Tensor, batch_idx: int) -> Any:
+            return self.blocks(batch)
+
+    def run(make: MakeTrainer) -> Any:
+        torch.manual_seed(0)
+        return make(inference_mode=inference_mode).predict(Predicts(), DataLoader(torch.randn(9, 5, 16), batch_size=3))
+
+    assert_same(run, "cpu")
