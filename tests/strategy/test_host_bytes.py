@@ -1,4 +1,4 @@
-"""Host bytes a parameter: counted to the byte for a small model, and seen by the system for one of 109 M parameters."""
+"""Host bytes a parameter: counted to the byte for a small model, and seen by the system for one of 200 M parameters."""
 
 import json
 import os
