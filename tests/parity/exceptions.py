@@ -29,8 +29,5 @@ _ENCODER_OUTPUT = Tolerance(
 NOT_BITWISE: dict[tuple[str, str, str], Tolerance] = {
     ("t5", "32-true", "cpu"): _ENCODER_OUTPUT,
     ("t5", "32-true", "emu"): _ENCODER_OUTPUT,
-    ("lstm", "32-true", "emu"): Tolerance(
-        "the CPU runs an LSTM as one kernel of oneDNN, the emulated device as single operations", **_FP32
-    ),
 }
 """By model, precision and accelerator."""

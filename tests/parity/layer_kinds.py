@@ -1,6 +1,7 @@
 """Layers of every kind: attention, recurrent, convolutional, flat, and with normalized weights."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -63,11 +64,19 @@ class Perceptron(nn.Module):
         return mse_loss(self.net(x), y)
 
 
+class SingleOperationsLSTM(nn.LSTM):
+    """The CPU would take one kernel of oneDNN, which computes something else on each kind of processor."""
+
+    def forward(self, *args: Any) -> Any:
+        with torch.backends.mkldnn.flags(enabled=False):  # type: ignore[no-untyped-call]
+            return super().forward(*args)
+
+
 class Recurrent(Stack):
     """A list of LSTMs, each of which also returns its state."""
 
-    def __init__(self, block: Callable[[], nn.Module], number: int) -> None:
-        super().__init__(lambda: nn.LSTM(WIDTH, WIDTH, batch_first=True), number)
+    def __init__(self, block: Callable[..., nn.Module], number: int) -> None:
+        super().__init__(lambda: block(WIDTH, WIDTH, batch_first=True), number)
 
     def run(self, x: Tensor) -> Tensor:
         state = None

@@ -3,17 +3,23 @@
 import pytest
 
 from tests.parity.compare import Parity
-from tests.parity.table import Case, Settings, every_case, every_setting
-from tests.parity.torch_models import MODELS
+from tests.parity.table import PRECISIONS, Case, Settings, every_case, every_setting
+from tests.parity.torch_models import CPU_ALONE, MODELS
 
 EVERY_CASE = every_case(MODELS)
 EVERY_SETTING = every_setting("convolutions")
-PARITY = Parity(MODELS)
+PARITY = Parity({**MODELS, **CPU_ALONE})
 
 
 @pytest.mark.parametrize("case", EVERY_CASE, ids=str)
 def test_trains_as_it_does_plain(case: Case) -> None:
     PARITY.check(case)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("model", CPU_ALONE)
+def test_trains_as_it_does_plain_on_the_cpu(model: str, precision: str) -> None:
+    PARITY.check(Case(model, precision, "cpu"))
 
 
 @pytest.mark.parametrize("case", EVERY_SETTING, ids=str)

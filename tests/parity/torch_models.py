@@ -1,5 +1,6 @@
 """Plain torch modules, by name."""
 
+from torch.nn import LSTM
 from torch.nn.utils import parametrizations, spectral_norm, weight_norm
 
 from tests.parity.layer_habits import (
@@ -28,7 +29,17 @@ from tests.parity.layer_habits import (
     UsesOneOutput,
     WritesInto,
 )
-from tests.parity.layer_kinds import Convolutions, Encoder, EncoderDecoder, Perceptron, Recurrent, images, inside, itself
+from tests.parity.layer_kinds import (
+    Convolutions,
+    Encoder,
+    EncoderDecoder,
+    Perceptron,
+    Recurrent,
+    SingleOperationsLSTM,
+    images,
+    inside,
+    itself,
+)
 from tests.parity.stacks import STACK, Dropping, growing, loss_of, stack
 from tests.parity.subject import Subject
 
@@ -38,7 +49,7 @@ MODELS: dict[str, Subject] = {
     "encoder_eval": Subject(lambda: Encoder(training=False), loss_of, STACK, streamed=("TransformerEncoderLayer",)),
     "encoder_decoder": Subject(EncoderDecoder, loss_of, STACK, streamed=("TransformerEncoderLayer", "TransformerDecoderLayer")),
     "mlp": Subject(Perceptron, loss_of, STACK, streamed=("Linear",)),
-    "lstm": stack(Recurrent, streamed="LSTM"),
+    "lstm": stack(Recurrent, SingleOperationsLSTM),
     "dropout": stack(block=Dropping),
     "convolutions": Subject(Convolutions, loss_of, images, streamed=("Sequential",)),
     "channels_last": Subject(lambda: Convolutions(channels_last=True), loss_of, images, streamed=("Sequential",)),
@@ -70,3 +81,6 @@ MODELS: dict[str, Subject] = {
     "module_hooks": stack(ModuleHooks),
     "odd_weights": stack(block=OddWeights),
 }
+
+CPU_ALONE: dict[str, Subject] = {"lstm_of_one_kernel": stack(Recurrent, LSTM)}
+"""Models that another device computes by other operations."""
