@@ -52,8 +52,7 @@ class HostUpdates:
         self._trainer, self._module, self._engine, self._optimizers = trainer, module, engine, optimizers
         self._optimizer = optimizers[0] if len(optimizers) == 1 and isinstance(optimizers[0], HostAdamW) else None
         self._automatic = module.automatic_optimization
-        schedules = [c for c in trainer.callbacks if isinstance(c, GradientAccumulationScheduler)]  # type: ignore[attr-defined]
-        self._accumulates = trainer.accumulate_grad_batches != 1 or bool(schedules)
+        self._accumulation = _accumulation(trainer)
         self._at_step = unknown_to_the_step(optimizers, [config.scheduler for config in trainer.strategy.lr_scheduler_configs])
         self.unknown = unknown_hooks(trainer, module, (*GRADIENTS, *BETWEEN_STEPS, *OWN_STEPS)) + self._at_step
         """Hooks that are in the way of what is gained where all code is known."""
@@ -67,7 +66,7 @@ class HostUpdates:
         elif overlap and (asked or not self.unknown):
             self._begin_deferred()
         if self._optimizer is not None and self.quiet:
-            if not self._accumulates:
+            if not self._accumulation:
                 self._keep_gradients_as_they_come()
             self._write_copies(self._optimizer)
         engine.trust_versions = self.quiet
@@ -180,10 +179,11 @@ class HostUpdates:
     def _begin_in_backward(self) -> None:
         optimizer = self._require("transient_gradients")
         trainer = self._trainer
-        if self._accumulates:
+        if self._accumulation:
+            what, instead = self._accumulation
             raise MisconfigurationException(
-                f"transient_gradients=True uses each gradient when it comes, and accumulate_grad_batches={trainer.accumulate_grad_batches} "
-                "would add several. Set Trainer(accumulate_grad_batches=1), or MegaTrainStrategy(transient_gradients=False)."
+                f"transient_gradients=True uses each gradient when it comes, and {what} would add several. {instead}, or set "
+                "MegaTrainStrategy(transient_gradients=False)."
             )
         if trainer.gradient_clip_val:
             raise MisconfigurationException(
@@ -233,6 +233,16 @@ class HostUpdates:
             if parameter.requires_grad and parameter.is_floating_point() and parameter.grad is None:
                 parameter.grad_dtype = None
                 self._any_dtype.append(parameter)
+
+
+def _accumulation(trainer: Trainer) -> tuple[str, str] | None:
+    """What lets gradients of several batches be added, and how it is taken out; None where nothing does."""
+    if trainer.accumulate_grad_batches != 1:
+        return f"accumulate_grad_batches={trainer.accumulate_grad_batches}", "Set Trainer(accumulate_grad_batches=1)"
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, GradientAccumulationScheduler) and callback.going_to_accumulate_grad_batches():
+            return f"GradientAccumulationScheduler({callback.scheduling})", "Take that callback out"
+    return None
 
 
 def _and_more(names: Sequence[str]) -> str:

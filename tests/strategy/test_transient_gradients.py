@@ -1,5 +1,6 @@
 """Updates in backward: gradients of layers are never stored, and the numbers are those of plain training."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -89,8 +90,13 @@ class Forgets(HostTrained):
 @pytest.mark.parametrize(
     ("kind", "options", "strategy_options", "words"),
     [
-        (HostTrained, {"accumulate_grad_batches": 2}, {}, "accumulate_grad_batches=2"),
-        (HostTrained, {"callbacks": [GradientAccumulationScheduler({1: 2})]}, {}, "accumulate_grad_batches"),
+        (HostTrained, {"accumulate_grad_batches": 2}, {}, "and accumulate_grad_batches=2 would add several. Set Trainer"),
+        (
+            HostTrained,
+            {"callbacks": [GradientAccumulationScheduler({1: 2})]},
+            {},
+            "and GradientAccumulationScheduler({1: 2, 0: 1}) would add several. Take that callback out, or set MegaTrainStrategy",
+        ),
         (HostTrained, {"gradient_clip_val": 0.5}, {}, "gradient_clip_val=0.5"),
         (HostTrained, {"callbacks": [LooksAtGradients()]}, {}, "LooksAtGradients.on_before_optimizer_step"),
         (Steps, {}, {}, "Steps.optimizer_step"),
@@ -105,9 +111,16 @@ def test_what_cannot_be_right_is_refused_by_name(
 ) -> None:
     with (
         streamed("cpu", transient_gradients=True, **strategy_options) as make,
-        pytest.raises(MisconfigurationException, match=words.replace(".", r"\.")),
+        pytest.raises(MisconfigurationException, match=re.escape(words)),
     ):
         make(**{"max_epochs": 1, **options}).fit(kind(), batches(2))
+
+
+def test_a_schedule_that_never_accumulates_is_in_nobodys_way() -> None:
+    with streamed("cpu", transient_gradients=True) as make:
+        module, trainer = HostTrained(), make(max_epochs=1, callbacks=[GradientAccumulationScheduler({0: 1})])
+        trainer.fit(module, batches(2))
+    assert trainer.global_step == 2
 
 
 class Penalised(HostTrained):
