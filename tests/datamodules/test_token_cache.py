@@ -1,6 +1,7 @@
 import json
 import multiprocessing
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -117,12 +118,132 @@ def test_a_kill_halfway_leaves_no_cache_and_the_next_run_cleans_up(tmp_path):
     assert len(open_split(tmp_path / "cache" / "x", "train")) == 1000
 
 
-def test_a_truncated_cache_is_refused_with_the_way_out(tmp_path):
-    tokenize(make_source(tmp_path, ["a", "b"]), BYTES, (0.0, 0.0), tmp_path / "cache")
-    with (tmp_path / "cache" / "train.tokens").open("r+b") as file:
-        file.truncate(2)
-    with pytest.raises(ValueError, match="holds 2 bytes instead of 8: delete .*cache and run again"):
-        open_split(tmp_path / "cache", "train")
+FILES = ["meta.json", *(split + ending for split in SPLITS for ending in (".tokens", ".starts.npy"))]
+DAMAGES = {
+    "missing": lambda content: None,
+    "empty": lambda content: b"",
+    "half": lambda content: content[: len(content) // 2],
+    "one byte less": lambda content: content[:-1],
+    "zeros": lambda content: bytes(len(content)),
+    "longer": lambda content: content + b"\1\0",
+    "a bit of the last byte": lambda content: content[:-1] + bytes([content[-1] ^ 1]),
+}
+
+
+def damage(file: Path, kind: str) -> bool:
+    """Change a file; returns whether that is another content."""
+    content = file.read_bytes()
+    damaged = DAMAGES[kind](content) if content or kind in ("missing", "longer") else content
+    file.unlink()
+    if damaged is not None:
+        file.write_bytes(damaged)
+    return damaged != content
+
+
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_a_damaged_cache_is_told_and_made_again(tmp_path, kind, file):
+    source, cache = make_source(tmp_path, [f"text {i}" for i in range(20)]), tmp_path / "cache"
+    tokenize(source, BYTES, (0.1, 0.1), cache)
+    whole = {path.name: path.read_bytes() for path in cache.iterdir()}
+    assert sorted(whole) == sorted(FILES)
+    assert damage(cache / file, kind)
+    split = file.split(".")[0].replace("meta", "val")
+    told = rf"{re.escape(str(cache / file))} (is missing|is not what was written|holds \d+ bytes instead of \d+)"
+    with pytest.raises(ValueError, match=rf"cache is damaged: {told}\. Delete {re.escape(str(cache))} and run again"):
+        open_split(cache, split)
+    with pytest.warns(UserWarning, match=rf"domain 'd' is damaged: {told}\. It is removed and made again") as warned:
+        tokenize(source, BYTES, (0.1, 0.1), cache)
+    assert len(warned) == 1
+    assert {path.name: path.read_bytes() for path in cache.iterdir()} == whole
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "d.jsonl"]
+
+
+def test_no_bit_of_a_small_cache_can_change_unseen(tmp_path):
+    cache = tmp_path / "cache"
+    tokenize(make_source(tmp_path, ["ab", "c"]), BYTES, (0.0, 0.0), cache)
+    for file in cache.iterdir():
+        whole = file.read_bytes()
+        for place in range(len(whole)):
+            file.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << place % 8]) + whole[place + 1 :])
+            with pytest.raises(ValueError, match=f"{file.name} is not what was written"):
+                _ = [open_split(cache, split) for split in SPLITS]
+        file.write_bytes(whole)
+    assert open_split(cache, "train").starts.tolist() == [0, 3, 5]
+
+
+def test_of_a_large_file_of_tokens_blocks_are_looked_at_the_first_and_last_among_them(tmp_path, monkeypatch):
+    """Seven files' worth of blocks, of which three are looked at: what a power cut leaves unwritten is at the end."""
+    monkeypatch.setattr(token_cache, "_BLOCK", 8)
+    monkeypatch.setattr(token_cache, "_BLOCKS", 3)
+    cache = tmp_path / "cache"
+    tokenize(make_source(tmp_path, ["a" * 27]), BYTES, (0.0, 0.0), cache)
+    whole = (cache / "train.tokens").read_bytes()
+    assert len(whole) == 2 * 28
+    seen = []
+    for place in range(len(whole)):
+        (cache / "train.tokens").write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        try:
+            open_split(cache, "train")
+        except ValueError:
+            seen.append(place)
+    assert seen == [*range(8), *range(24, 32), *range(48, 56)]
+
+
+def test_a_folder_without_meta_is_no_cache_and_is_made_again(tmp_path):
+    cache = tmp_path / "cache"
+    (cache / "sub").mkdir(parents=True)
+    with pytest.warns(UserWarning, match=r"meta\.json is missing\. It is removed and made again"):
+        tokenize(make_source(tmp_path, ["a"]), BYTES, (0.0, 0.0), cache)
+    assert decode(cache, "train") == ["a"]
+
+
+def test_everything_is_on_the_disk_before_the_folder_has_its_name(tmp_path, monkeypatch):
+    """A power cut must not leave a folder of zeros that looks whole."""
+    written, fsync, cache = [], os.fsync, tmp_path / "cache"
+
+    def note(handle):
+        written.append((Path(os.readlink(f"/proc/self/fd/{handle}")).name, cache.exists()))
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", note)
+    tokenize(make_source(tmp_path, ["a"]), BYTES, (0.0, 0.0), cache)
+    assert sorted(name for name, named in written if not named) == sorted([*FILES, f"cache.{os.getpid()}.tmp"])
+    assert [name for name, named in written if named] == [tmp_path.name]
+
+
+def test_a_damaged_cache_that_cannot_be_removed_is_told_with_the_way_out(tmp_path, monkeypatch):
+    source, cache = make_source(tmp_path, ["a"]), tmp_path / "cache"
+    tokenize(source, BYTES, (0.0, 0.0), cache)
+    (cache / "meta.json").write_text("")
+
+    def refuse(*_):
+        raise PermissionError("read-only file system")
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    with (
+        pytest.warns(UserWarning, match="is damaged"),
+        pytest.raises(ValueError, match=r"cannot be removed \(read-only file system\)\. Delete .*cache and run again"),
+    ):
+        tokenize(source, BYTES, (0.0, 0.0), cache)
+
+
+def test_a_file_that_may_not_be_read_is_not_taken_for_damaged(tmp_path, monkeypatch):
+    source, cache = make_source(tmp_path, ["a"]), tmp_path / "cache"
+    tokenize(source, BYTES, (0.0, 0.0), cache)
+
+    def refuse(*_):
+        raise PermissionError("not yours")
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    with pytest.raises(PermissionError, match="not yours"):
+        tokenize(source, BYTES, (0.0, 0.0), cache)
+    assert (cache / "meta.json").exists()
+
+
+def test_a_cache_that_was_never_made_is_told(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"There is no token cache .*nothing: call prepare_data"):
+        open_split(tmp_path / "nothing", "train")
 
 
 def test_the_key_follows_content_tokenizer_and_split(tmp_path):
