@@ -34,6 +34,11 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError("--accelerator cuda: torch finds no CUDA device here. Leave the option out to run on the CPU.")
 
 
+def pytest_make_parametrize_id(val: object) -> str | None:
+    """Names bytes by how many they are. Compressed ones hold the time, and all processes must collect tests of the same names."""
+    return f"{len(val)}-bytes" if isinstance(val, bytes) else None
+
+
 def pytest_collection_finish() -> None:
     """Leaves the half a million objects that imports have made out of every later garbage collection: none of them ever dies."""
     gc.collect()
