@@ -64,10 +64,11 @@ def check_parameter(parameter: Tensor, masters: str) -> None:
             f"HostAdamW updates parameters in host memory, this one is {describe(parameter)}; move it with .cpu(), "
             "or give it to torch.optim.AdamW(fused=True)"
         )
-    if is_made_of_others(parameter) or parameter.is_inference():
+    if is_made_of_others(parameter) or parameter.is_inference() or parameter.layout is not torch.strided or parameter.is_neg():
         raise TypeError(
             f"HostAdamW writes a parameter's own memory, and a {type(parameter).__name__} {describe(parameter)} has none that it may write "
-            "(FSDP2 and tensor parallelism shard it, quantization packs it, inference mode freezes it); use torch.optim.AdamW(fused=True)"
+            "(FSDP2 and tensor parallelism shard it, quantization packs it, inference mode freezes it, it is sparse or negated in a view); "
+            "use torch.optim.AdamW(fused=True)"
         )
     if parameter.dtype == torch.bfloat16:
         if masters == "fp32":
@@ -132,10 +133,20 @@ def checked_gradient(parameter: Tensor, gradient: Tensor | None) -> Tensor:
         raise TypeError(f"HostAdamW takes gradients in host memory, this one is {describe(gradient)}; move it with .cpu()")
     if gradient.shape != parameter.shape:
         raise ValueError(f"gradient {describe(gradient)} for a parameter of shape {tuple(parameter.shape)}")
-    if gradient.dtype in (torch.float32, torch.bfloat16) and same_layout(parameter, gradient) and not gradient.is_neg():
+    if isinstance(gradient, (torch.FloatTensor, torch.BFloat16Tensor)) and same_layout(parameter, gradient):  # not negated, not lazily zero
+        check_memory("a gradient", gradient)
         return gradient
     dtype = torch.bfloat16 if gradient.dtype == torch.bfloat16 else torch.float32
     return torch.empty_like(parameter, dtype=dtype, requires_grad=False).copy_(gradient)
+
+
+def check_memory(name: str, tensor: Tensor) -> None:
+    """Raise TypeError for a tensor that should have memory and has none."""
+    if tensor.numel() and not tensor.data_ptr():
+        raise TypeError(
+            f"{name} has no memory: {type(tensor).__name__} {describe(tensor)}. Either its storage was given back (resize_(0)) and must be "
+            "filled again before the step, or it only stands for tensors elsewhere (DTensor, FakeTensor); give .to_local()"
+        )
 
 
 def is_made_of_others(tensor: Tensor) -> bool:

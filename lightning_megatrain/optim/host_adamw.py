@@ -14,6 +14,7 @@ from lightning_megatrain.optim import kernel, saved_state, state
 from lightning_megatrain.optim.checks import (
     check_apart,
     check_group,
+    check_memory,
     check_options,
     check_parameter,
     check_working_copy,
@@ -22,7 +23,7 @@ from lightning_megatrain.optim.checks import (
 )
 from lightning_megatrain.optim.data_parallel import watch_data_parallel
 from lightning_megatrain.optim.masters import join, split
-from lightning_megatrain.optim.plan import Record, begin_step, first_row, records_of, valid_low_half
+from lightning_megatrain.optim.plan import Record, are_numbered, begin_step, first_row, records_of, valid_low_half
 
 Masters = Literal["fp32", "split", "none"]
 
@@ -122,11 +123,7 @@ class HostAdamW(torch.optim.Optimizer):
             self.param_groups.pop()
             raise
         for parameter in group["params"]:
-            if self._is_split(parameter):
-                gradient, parameter.grad = parameter.grad, None
-                parameter.grad_dtype = torch.float32
-                parameter.grad = gradient if gradient is None else gradient.float()
-                watch_data_parallel()
+            self._accumulate_exactly(parameter)
         self._numbered = False
 
     @override
@@ -149,9 +146,11 @@ class HostAdamW(torch.optim.Optimizer):
                 loss = closure()
         scale = grad_scale * self.next_grad_scale
         self.next_grad_scale = 1.0
+        self._numbered = self._numbered and are_numbered(self.param_groups, self._records)  # someone may have moved parameters
         self.take_step([p for group in self.param_groups for p in group["params"] if p.grad is not None], scale)
         return loss
 
+    @torch.compiler.disable  # a compiler takes the addresses it sees for constants
     @torch.no_grad()
     def update(
         self,
@@ -185,12 +184,13 @@ class HostAdamW(torch.optim.Optimizer):
         grads: list[Any] = [p.grad for p in params] if gradients is None else list(gradients)
         states, none = self.state, state.State()
         rows: list[Any] = [
-            r.form and r.form.row(p, g, states.get(p, none), r.working_copy, options[r.group])
+            r.form and r.form.row(p, g, states.get(p) or none, r.working_copy, options[r.group])
             for p, g, r in zip(params, grads, records, strict=True)
         ]
         changed = [number for number, row in enumerate(rows) if row is None]  # since they last passed all checks
         for number in changed:
             check_parameter(params[number], self.masters)
+            check_memory("a parameter", params[number])
         check_apart(params)
         for number in changed:
             grads[number] = checked_gradient(params[number], grads[number])
@@ -334,6 +334,8 @@ class HostAdamW(torch.optim.Optimizer):
         super().__setstate__(new)
         if "_records" not in self.__dict__:  # unpickled, or a deep copy
             self._reset_links()
+            for parameter in chain.from_iterable(group["params"] for group in self.param_groups):
+                self._accumulate_exactly(parameter)
         self._numbered = False
         for group in self.param_groups:
             for name, value in self.defaults.items():
@@ -341,6 +343,9 @@ class HostAdamW(torch.optim.Optimizer):
 
     @override
     def __getstate__(self) -> dict[str, Any]:
+        for parameter, record in self._records.items():  # whoever reads it has no record of who wrote the weight last
+            if self._is_split(parameter) and "master_low" in self.state.get(parameter, {}):
+                valid_low_half(parameter, self.state[parameter], record)
         return {**super().__getstate__(), "masters": self.masters, "moments": self.moments, "threads": self.threads}
 
     def _reset_links(self) -> None:
@@ -354,6 +359,14 @@ class HostAdamW(torch.optim.Optimizer):
 
     def _is_split(self, parameter: Tensor) -> bool:
         return self.masters == "split" and parameter.dtype == torch.bfloat16
+
+    def _accumulate_exactly(self, parameter: Tensor) -> None:
+        """Have autograd sum the gradients of a split parameter in FP32."""
+        if self._is_split(parameter):
+            gradient, parameter.grad = parameter.grad, None
+            parameter.grad_dtype = torch.float32
+            parameter.grad = gradient if gradient is None else gradient.float()
+            watch_data_parallel()
 
     def _record(self, parameter: Tensor) -> Record:
         if not (self._numbered and parameter in self._records):

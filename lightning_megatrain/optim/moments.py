@@ -21,15 +21,16 @@ def random_bits(seed: int, begin: int, end: int) -> Tensor:
     They are `place[i % BLOCK] ^ block[i // BLOCK]`, both hashes of the seed: cheap, and any two elements' bits are independent of each
     other, which is all that the mean and the variance of what is rounded need.
     """
-    index = torch.arange(begin, end)
-    place = _hash(seed, torch.arange(BLOCK))[index % BLOCK]
+    index = torch.arange(begin, end, device="cpu")
+    place = _hash(seed, torch.arange(BLOCK, device="cpu"))[index % BLOCK]
     first = begin // BLOCK
-    block = _hash(int(_hash(seed, torch.tensor([BLOCK]))), torch.arange(first, block_count(end)))[index // BLOCK - first]
+    key = int(_hash(seed, torch.tensor([BLOCK], device="cpu")))
+    block = _hash(key, torch.arange(first, block_count(end), device="cpu"))[index // BLOCK - first]
     return place ^ block
 
 
 def _hash(seed: int, index: Tensor) -> Tensor:
-    x = index.to(torch.int32) ^ torch.tensor(seed).to(torch.int32)
+    x = index.to(torch.int32) ^ torch.tensor(seed, device="cpu").to(torch.int32)
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B - (1 << 32))):
         x = (x ^ _logical_shift(x, shift)) * factor
     return x ^ _logical_shift(x, 16)
@@ -108,7 +109,7 @@ def _decode(upper: Tensor, unit: Tensor) -> Tensor:
 
 
 def _one_signed(x: Tensor) -> Tensor:
-    return torch.where(x.view(torch.int32) < 0, -1.0, 1.0)
+    return torch.ones_like(x).copysign(x)
 
 
 def block_count(elements: int) -> int:

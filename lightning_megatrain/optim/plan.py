@@ -11,7 +11,7 @@ import torch
 from torch import Size, Tensor
 
 from lightning_megatrain.optim import moments as codes
-from lightning_megatrain.optim.checks import describe, is_made_of_others, is_working_copy
+from lightning_megatrain.optim.checks import check_memory, describe, is_made_of_others, is_working_copy
 from lightning_megatrain.optim.kernel import FORMS, ROW, SPLIT
 from lightning_megatrain.optim.scalars import Scalars
 from lightning_megatrain.optim.state import State, moment_names
@@ -96,11 +96,14 @@ class Form:
             and parameter.shape == shape == gradient.shape
             and (parameter.is_contiguous() if stride is None else parameter.stride() == stride)
             and (gradient.is_contiguous() if stride is None else gradient.stride() == stride)
-            and not (parameter.is_inference() or gradient.is_neg())
+            and not parameter.is_inference()
         ):
             return None
         row = self._row.copy()
         row[_PARAM], row[_GRAD], row[_GRAD_FORM] = parameter.data_ptr(), gradient.data_ptr(), FORMS[gradient.dtype]
+        none = row[0] == 0  # of elements; all else has an address, unless its memory was given back or never was
+        if not (none or (row[_PARAM] and row[_GRAD])):
+            return None
         for place, name, kind, shape, stride in self._others:
             tensor = held.get(name) if name is not _WORKING_COPY else copy
             if not (
@@ -109,12 +112,14 @@ class Form:
                 and (tensor.is_contiguous() if stride is None else tensor.stride() == stride)
             ):
                 return None
-            row[place] = tensor.data_ptr()
+            address = row[place] = tensor.data_ptr()
+            if not (address or none):
+                return None
         step = held.get("step")
         if not (isinstance(step, _FP32) and step.numel() == 1):
             return None
         row.append(step.data_ptr())
-        return row
+        return row if row[-1] else None
 
 
 def valid_low_half(parameter: Tensor, held: State, record: Record) -> Tensor:
@@ -137,6 +142,12 @@ def records_of(groups: Sequence[Mapping[str, Any]], known: Mapping[Tensor, Recor
     return records
 
 
+def are_numbered(groups: Sequence[Mapping[str, Any]], records: Mapping[Tensor, Record]) -> bool:
+    """Whether the records are those of the groups as they are now."""
+    found = [(records.get(p), index) for index, group in enumerate(groups) for p in group["params"]]
+    return len(found) == len(records) and all(record is not None and record.group == index for record, index in found)
+
+
 def first_row(record: Record, parameter: Tensor, gradient: Tensor, held: State, options: Options) -> Row:
     """The row of a parameter that has just passed all checks, as its state and gradient have, whose form is remembered.
 
@@ -149,6 +160,9 @@ def first_row(record: Record, parameter: Tensor, gradient: Tensor, held: State, 
     record.form = Form(parameter, held, copy, options)
     row = record.form.row(parameter, gradient, held, copy, options)
     if row is None:
+        for name, value in {**held, _WORKING_COPY: copy}.items():
+            if isinstance(value, Tensor):
+                check_memory(name, value)
         kinds = ", ".join(f"{name} {describe(value)}" for name, value in held.items())
         raise TypeError(f"{kinds} are in no form of HostAdamW's; load a state with load_state_dict()")
     return row
@@ -162,14 +176,15 @@ def begin_step(
     groups: Sequence[Mapping[str, Any]],
     grad_scale: float,
 ) -> Array[c_char]:
-    """Count the step and lay out the kernel's tensors; those at the same step of the same group share its scalars."""
+    """Lay out the kernel's tensors and then count the step; those at the same step of the same group share its scalars."""
     shared: dict[tuple[int, int], bytes] = {}
     tensors = create_string_buffer(ROW.size * len(rows))
     place, pack_into = 0, ROW.pack_into
+    counts: list[tuple[c_float, int]] = []
     for row, parameter, record in zip(rows, params, records, strict=True):
         count = c_float.from_address(row.pop())  # an operator of torch takes ten times as long
         t = int(count.value) + 1
-        count.value = t
+        counts.append((count, t))
         scalars = shared.get((record.group, t))
         if scalars is None:
             scalars = shared[record.group, t] = bytes(Scalars.of(groups[record.group], t, grad_scale))
@@ -177,4 +192,6 @@ def begin_step(
         place += ROW.size
         if row[_PARAM_FORM] == SPLIT:
             valid_low_half(parameter, states[parameter], record)
+    for count, t in counts:  # when nothing can fail any more
+        count.value = t
     return tensors

@@ -93,7 +93,7 @@ def _import_moments(own: State, saved: State) -> None:
         own["exp_avg"].copy_(m)
         own["exp_avg_sq"].copy_(v)
         return
-    middle = torch.tensor(1 << (codes.NOISE_BITS - 1), dtype=torch.int32).expand(m.numel())  # in place of noise: to the nearest
+    middle = torch.tensor(1 << (codes.NOISE_BITS - 1), dtype=torch.int32, device="cpu").expand(m.numel())  # no noise: to the nearest
     for name, value, encode in (("exp_avg", m, codes.encode_m), ("exp_avg_sq", v, codes.encode_v)):
         code, scale = encode(flat(value), middle)
         flat(own[f"{name}_codes"]).copy_(code)
@@ -121,6 +121,7 @@ def _import_master(parameter: Tensor, own: State, master: Tensor) -> None:
         parameter.copy_(master)
 
 
+@torch.inference_mode(False)  # what is made here outlives it
 def fitting(parameter: Tensor, held: State, moments: Moments, group: Mapping[str, Any], *, low: bool) -> State:
     """The state as a parameter wants it now, whose dtype, layout or options someone may have changed.
 
@@ -143,7 +144,7 @@ def fitting(parameter: Tensor, held: State, moments: Moments, group: Mapping[str
     if not lies_like(held, parameter):
         held = _laid_like(parameter, held)
     if not isinstance(held["step"], torch.FloatTensor) or held["step"].numel() != 1:
-        held["step"] = torch.tensor(float(held["step"]))
+        held["step"] = torch.tensor(float(held["step"]), dtype=torch.float32, device="cpu")
     if amsgrad and "max_exp_avg_sq" not in held:
         held["max_exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.float32, requires_grad=False)
     if low and "master_low" not in held:  # the parameter was FP32 until now
@@ -161,4 +162,4 @@ def _laid_like(parameter: Tensor, held: State) -> State:
     imported(parameter, own, held)
     if low is not None:
         own["master_low"].copy_(low)
-    return own
+    return {**held, **own}

@@ -11,7 +11,7 @@ from lightning_megatrain.optim.masters import flat
 
 Moments = Literal["fp32", "bf16", "int8"]
 State = dict[str, Any]
-_ONE_A_TENSOR = ("step", "exp_avg_scales", "exp_avg_sq_scales")
+_ONE_AN_ELEMENT = ("exp_avg", "exp_avg_sq", "exp_avg_codes", "exp_avg_sq_codes", "max_exp_avg_sq", "master_low")
 
 
 def bytes_per_parameter(masters: str = "fp32", moments: Moments = "fp32", *, working_copy: bool = False, amsgrad: bool = False) -> float:
@@ -41,11 +41,14 @@ def new(parameter: Tensor, moments: Moments, *, amsgrad: bool, low: bool) -> Sta
     def zeros(dtype: torch.dtype) -> Tensor:
         return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
 
-    state: State = {"step": torch.zeros((), dtype=torch.float32)}
+    def zero_numbers(*shape: int) -> Tensor:  # whatever torch's defaults are
+        return torch.zeros(shape, dtype=torch.float32, device="cpu")
+
+    state: State = {"step": zero_numbers()}
     if moments == "int8":
         scales = codes.block_count(parameter.numel())
-        state |= {"exp_avg_codes": zeros(torch.int8), "exp_avg_scales": torch.zeros(scales)}
-        state |= {"exp_avg_sq_codes": zeros(torch.uint8), "exp_avg_sq_scales": torch.zeros(scales)}
+        state |= {"exp_avg_codes": zeros(torch.int8), "exp_avg_scales": zero_numbers(scales)}
+        state |= {"exp_avg_sq_codes": zeros(torch.uint8), "exp_avg_sq_scales": zero_numbers(scales)}
     else:
         dtype = torch.float32 if moments == "fp32" else torch.bfloat16
         state |= {"exp_avg": zeros(dtype), "exp_avg_sq": zeros(dtype)}
@@ -90,8 +93,15 @@ def moments_form(state: State) -> Moments:
     """In what form a state holds its moments.
 
     Raises:
-        TypeError: somebody else put other tensors there.
+        TypeError: somebody else put other tensors there, or took some away.
     """
+    names = moment_names(state)
+    lacking = [n for n in ("step", *names, *(f"{n[:-5]}scales" for n in names if n.endswith("codes"))) if state.get(n) is None]
+    if lacking:
+        raise TypeError(
+            f"the state of a parameter has {sorted(map(str, state))} and lacks {lacking}; load a state with load_state_dict(), or delete "
+            "optimizer.state[parameter] to begin it again"
+        )
     m, v, _, _ = moment_tensors(state)
     if (m.dtype, v.dtype) not in _FORMS or not (m.is_cpu and v.is_cpu):
         raise TypeError(f"moments {describe(m)} and {describe(v)} are in no form of HostAdamW's; load a state with load_state_dict()")
@@ -105,9 +115,7 @@ def lies_like(state: State, parameter: Tensor) -> bool:
         ValueError: the parameter has another shape than it had.
     """
     shape = parameter.shape
-    for name, tensor in state.items():
-        if name in _ONE_A_TENSOR:
-            continue
+    for tensor in (state[name] for name in _ONE_AN_ELEMENT if name in state):
         if tensor.shape != shape:
             raise ValueError(
                 f"a parameter of shape {tuple(tensor.shape)} has become {tuple(shape)} since its last step. Make a new "
