@@ -216,8 +216,29 @@ static void step_range(const struct tensor *t, int64_t begin, int64_t end) {
     for (int64_t o = whole; o < end; o += BLOCK) step_staged(t, o, end - o < BLOCK ? (int)(end - o) : BLOCK);
 }
 
+/* How this thread treats numbers below the least normal one: set to IEEE's way, which a program may have changed (set_flush_denormal) on
+ * some threads and not on others. */
+#if defined(__x86_64__)
+typedef uint32_t float_mode;
+INLINE float_mode current_mode(void) { float_mode mode; __asm__ volatile("stmxcsr %0" : "=m"(mode) : : "memory"); return mode; }
+INLINE void set_mode(float_mode mode) { __asm__ volatile("ldmxcsr %0" : : "m"(mode) : "memory"); }
+INLINE float_mode ieee(float_mode mode) { return mode & ~0x8040u; }
+#elif defined(__aarch64__)
+typedef uint64_t float_mode;
+INLINE float_mode current_mode(void) { float_mode mode; __asm__ volatile("mrs %0, fpcr" : "=r"(mode) : : "memory"); return mode; }
+INLINE void set_mode(float_mode mode) { __asm__ volatile("msr fpcr, %0" : : "r"(mode) : "memory"); }
+INLINE float_mode ieee(float_mode mode) { return mode & ~((float_mode)1 << 24); }
+#else
+typedef int float_mode;
+INLINE float_mode current_mode(void) { return 0; }
+INLINE void set_mode(float_mode mode) { (void)mode; }
+INLINE float_mode ieee(float_mode mode) { return mode; }
+#endif
+
 /* Called by each thread of a step with the same counter, which starts at zero. */
 void megatrain_host_adamw(const struct tensor *tensors, int64_t count, int64_t *next) {
+    const float_mode callers = current_mode();
+    set_mode(ieee(callers));
     int64_t first = 0; /* the first piece of tensor k */
     int64_t piece = __atomic_fetch_add(next, 1, __ATOMIC_RELAXED);
     for (int64_t k = 0; k < count; k++) {
@@ -229,6 +250,7 @@ void megatrain_host_adamw(const struct tensor *tensors, int64_t count, int64_t *
         }
         first += pieces;
     }
+    set_mode(callers);
 }
 
 /* So that a library of another version is refused, not misread. FORMAT changes with what is stored: codes, halves, noise. */

@@ -23,7 +23,7 @@ from lightning_megatrain.optim.checks import (
 )
 from lightning_megatrain.optim.data_parallel import watch_data_parallel
 from lightning_megatrain.optim.masters import join, split
-from lightning_megatrain.optim.plan import Record, are_numbered, begin_step, first_row, records_of, valid_low_half
+from lightning_megatrain.optim.plan import Record, are_numbered, begin_step, first_row, number_records, valid_low_half
 
 Masters = Literal["fp32", "split", "none"]
 
@@ -343,7 +343,7 @@ class HostAdamW(torch.optim.Optimizer):
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        for parameter, record in self._records.items():  # whoever reads it has no record of who wrote the weight last
+        for parameter, record in list(self._records.items()):  # whoever reads it has no record of who wrote the weight last
             if self._is_split(parameter) and "master_low" in self.state.get(parameter, {}):
                 valid_low_half(parameter, self.state[parameter], record)
         return {**super().__getstate__(), "masters": self.masters, "moments": self.moments, "threads": self.threads}
@@ -370,7 +370,8 @@ class HostAdamW(torch.optim.Optimizer):
 
     def _record(self, parameter: Tensor) -> Record:
         if not (self._numbered and parameter in self._records):
-            self._records, self._numbered = records_of(self.param_groups, self._records), True
+            number_records(self.param_groups, self._records)
+            self._numbered = True
             if parameter not in self._records:
                 raise ValueError(f"parameter {describe(parameter)} is in none of this optimizer's groups; see add_param_group")
         return self._records[parameter]

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Size, Tensor
+from torch.nn import Parameter
 
 from lightning_megatrain.optim import moments as codes
 from lightning_megatrain.optim.checks import check_memory, describe, is_made_of_others, is_working_copy
@@ -93,6 +94,7 @@ class Form:
             and isinstance(parameter, self._type)
             and (isinstance(gradient, _FP32) or isinstance(gradient, _BF16))  # noqa: SIM101 - a tuple takes longer
             and (type(gradient) is Tensor or not is_made_of_others(gradient))
+            and (type(parameter) is Parameter or not is_made_of_others(parameter))
             and parameter.shape == shape == gradient.shape
             and (parameter.is_contiguous() if stride is None else parameter.stride() == stride)
             and (gradient.is_contiguous() if stride is None else gradient.stride() == stride)
@@ -132,14 +134,18 @@ def valid_low_half(parameter: Tensor, held: State, record: Record) -> Tensor:
     return low
 
 
-def records_of(groups: Sequence[Mapping[str, Any]], known: Mapping[Tensor, Record]) -> dict[Tensor, Record]:
-    """A record for each parameter: that which is known, as a thread may be at a step of it, in its place among the groups."""
-    records: dict[Tensor, Record] = {}
-    for index, group in enumerate(groups):
-        for parameter in group["params"]:
-            record = records[parameter] = known.get(parameter) or Record()
-            record.group, record.number = index, len(records) - 1
-    return records
+def number_records(groups: Sequence[Mapping[str, Any]], records: dict[Tensor, Record]) -> None:
+    """Give each parameter's record its place among the groups, make those that are missing, and drop those of no group.
+
+    In place, and in this order, so that no parameter loses its record: threads may be at steps, and may number at once.
+    """
+    before = list(records)
+    params = [(parameter, index) for index, group in enumerate(groups) for parameter in group["params"]]
+    for place, (parameter, index) in enumerate(params):
+        record = records.setdefault(parameter, Record())
+        record.group, record.number = index, place
+    for parameter in set(before).difference(parameter for parameter, _ in params):
+        records.pop(parameter, None)
 
 
 def are_numbered(groups: Sequence[Mapping[str, Any]], records: Mapping[Tensor, Record]) -> bool:

@@ -120,6 +120,18 @@ def test_tensors_that_only_stand_for_others_are_refused_wherever_they_come() -> 
         HostAdamW([fake]).update([fake], [torch.ones(6)])
 
 
+def test_a_weight_that_becomes_one_made_of_others_is_refused() -> None:
+    class Packed(Tensor):
+        def __tensor_flatten__(self) -> None:
+            raise AssertionError
+
+    parameter, optimizer = make(torch.ones(6))
+    optimizer.update([parameter], [torch.ones(6)])
+    torch.utils.swap_tensors(parameter, torch.ones(6).as_subclass(Packed).requires_grad_())
+    with pytest.raises(TypeError, match=r"a Packed .* has none that it may write"):
+        optimizer.update([parameter], [torch.ones(6)])
+
+
 def test_weights_that_are_negated_in_a_view_or_sparse_are_refused_and_lazy_zeros_are_gradients() -> None:
     for value in (torch._neg_view(torch.ones(2)), torch.ones(2).to_sparse()):
         with pytest.raises(TypeError, match="none that it may write"):

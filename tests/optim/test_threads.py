@@ -1,5 +1,6 @@
 """The kernel's threads: their number, forks, steps at once, and Ctrl-C."""
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -79,6 +80,7 @@ def test_a_forked_process_has_threads_of_its_own() -> None:
 def _interrupt_a_step() -> None:
     """Ends the process with 0 where Ctrl-C in the middle of a step is raised after the whole step and not before."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    gc.disable()  # what is raised in one of its callbacks, of which hypothesis has one, is lost
     weight = nn.Parameter(torch.zeros(1 << 24))
     optimizer = HostAdamW([weight], lr=1.0, weight_decay=0.0, threads=2)
     weight.grad = torch.ones(1 << 24)
@@ -203,3 +205,51 @@ def test_places_beyond_two_to_the_31_are_reached() -> None:
         assert torch.equal(compiled[name].view(torch.uint8), getattr(update, name)[begin:].view(torch.uint8)), name
         assert not torch.equal(compiled[name].view(torch.uint8), before[name].view(torch.uint8)), name
     assert torch.equal(scales, update.exp_avg_scale[begin // 256 :])
+
+
+@pytest.mark.skipif(kernel.load() is None, reason="torch's own threads are torch's affair")
+@pytest.mark.parametrize("threads", [1, 3])
+def test_numbers_below_the_least_normal_one_count_on_every_thread(threads: int) -> None:
+    """`set_flush_denormal` holds for the calling thread and those it starts later: results depended on who had which piece."""
+    ends = []
+    for flush in (False, True):
+        parameter = nn.Parameter(torch.ones(4 * PIECE))
+        optimizer = HostAdamW([parameter], eps=0.0, threads=threads)
+        gradient = torch.full((4 * PIECE,), 1e-21)
+        optimizer.update([parameter], [gradient])
+        try:
+            if flush and not torch.set_flush_denormal(True):
+                pytest.skip("this processor cannot flush")
+            optimizer.update([parameter], [gradient])
+            least = torch.tensor([1e-40]) * 0.5
+        finally:
+            torch.set_flush_denormal(False)
+        assert (least.view(torch.int32).item() == 0) == flush, "the caller's own mode is as it was"
+        ends.append((parameter.detach(), optimizer.state[parameter]["exp_avg_sq"]))
+    (weight, moment), (other_weight, other_moment) = ends
+    assert torch.equal(moment.view(torch.int32), other_moment.view(torch.int32))
+    assert (moment > 0).all()
+    assert torch.equal(weight, other_weight)
+
+
+def test_threads_that_find_new_groups_at_once_agree_on_every_record() -> None:
+    params = [nn.Parameter(torch.ones(1)) for _ in range(40)]
+    optimizer = HostAdamW(params[:4], threads=1)
+    stop = threading.Event()
+
+    def step(parameter: nn.Parameter) -> None:
+        while not stop.is_set():
+            optimizer.update([parameter], [torch.ones(1)])
+
+    threads = [threading.Thread(target=step, args=(parameter,)) for parameter in params[:4]]
+    optimizer.allocate()
+    for thread in threads:
+        thread.start()
+    copies = [torch.empty(1, dtype=torch.bfloat16) for _ in params]
+    for parameter, copy in zip(params[4:], copies, strict=False):
+        optimizer.add_param_group({"params": [parameter]})
+        optimizer.set_working_copy(parameter, copy)
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert all(optimizer.wrote(parameter, copy) for parameter, copy in zip(params[4:], copies, strict=False))
