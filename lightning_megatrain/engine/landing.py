@@ -40,7 +40,7 @@ class Landing:
             for parameter, gradient in gradients:
                 if parameter in self._sums:
                     known, whole = self._sums[parameter], parameter.grad_dtype or torch.float32
-                    self._sums[parameter] = _like(parameter, gradient, owned, whole) if known is None else known.add_(gradient)
+                    self._sums[parameter] = _like(parameter, gradient, owned, whole) if known is None else _sum(known, gradient)
             self._land([pair for pair in gradients if pair[0] not in self._sums], owned)
 
     def complete(self) -> None:
@@ -128,11 +128,16 @@ def _accumulate(parameter: Parameter, gradient: Tensor, owned: bool) -> None:
     if held is None:
         parameter.grad = _like(parameter, gradient, owned, parameter.grad_dtype or gradient.dtype)
     elif held.layout is not torch.strided:
-        parameter.grad = held + gradient
+        parameter.grad = held + gradient if gradient.layout is held.layout else gradient + held  # torch adds sparse to dense alone
     elif parameter.grad_dtype is None and held.dtype is not torch.float32:
         parameter.grad = held.float().add_(gradient)
     else:
         held.add_(gradient)
+
+
+def _sum(known: Tensor, gradient: Tensor) -> Tensor:
+    """Adds in place, but for a dense gradient to a sparse one (an embedding's), which torch adds the other way round alone."""
+    return gradient + known if gradient.layout is torch.strided and known.layout is not torch.strided else known.add_(gradient)
 
 
 def _like(parameter: Parameter, gradient: Tensor, owned: bool, dtype: torch.dtype) -> Tensor:

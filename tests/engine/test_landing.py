@@ -43,6 +43,25 @@ def test_gradients_of_one_backward_are_summed_with_each_other_first() -> None:
     assert torch.equal(weight.grad, torch.full((4, 3), 1e8) + 6)  # 3 alone would be lost, twice
 
 
+@pytest.mark.parametrize("summed_first", [False, True])
+@pytest.mark.parametrize("order", ["sparse first", "dense first"])
+def test_sparse_and_dense_gradients_of_one_parameter_add_up(order: str, summed_first: bool) -> None:
+    """As an embedding's and a penalty's on its weight do."""
+    (weight,) = parameters(torch.float32)
+    landing = Landing()
+    dense, rows = random(0), random(1)[:2]
+    sparse = torch.sparse_coo_tensor(torch.tensor([[0, 2]]), rows, (4, 3), check_invariants=True)
+    if summed_first:
+        landing.sum_over_backward([weight])
+    for gradient in (sparse, dense) if order == "sparse first" else (dense, sparse):
+        landing.land([(weight, gradient)], owned=False)
+    landing.complete()
+    expected = dense.clone()
+    expected[[0, 2]] += rows
+    assert weight.grad is not None
+    assert torch.equal(weight.grad, expected)
+
+
 @pytest.mark.parametrize("scale", [1.0, 0.3])
 def test_scale_and_norm_are_those_of_passes_afterwards(scale: float) -> None:
     weights, landing = parameters(torch.float32, torch.float32, torch.float32), Landing()
