@@ -38,7 +38,7 @@ def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(backward)
     def checked(ctx: Any, *gradients: Any) -> Any:
         if torch.is_grad_enabled():
-            name = ctx.call.layer.name if hasattr(ctx, "call") else ctx.name
+            name = ctx.call.layer.name if hasattr(ctx, "call") else ctx.resident.name
             raise RuntimeError(
                 f"Double backward (create_graph=True) went through {name!r}, whose weights are streamed from host memory: its gradient is "
                 "computed apart from the graph and cannot be differentiated again. Keep the modules that the double backward passes "

@@ -2,9 +2,13 @@
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_megatrain.engine import Engine
+from tests.emulated import emulated_device
+from tests.engine.models import Tower, loss_of, tokens
 from tests.strategy.compare import MakeTrainer, Place, both, gradients
 from tests.strategy.subject import Subject, batches
 
@@ -44,3 +48,11 @@ def test_with_the_critic_resident_the_penalty_trains(place: Place) -> None:
     # 1e-6: the formulas of second derivatives differ between devices in the order of their sums
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
     assert any(g is not None and g.any() for g in found[1].values())
+
+
+@pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
+def test_a_resident_parameter_names_itself() -> None:
+    with emulated_device():
+        model = Tower(layers=2)
+        with Engine(model, "emu"), pytest.raises(RuntimeError, match=r"went through 'head\.(weight|bias)'"):
+            loss_of(model, tokens(device="emu")).backward(create_graph=True)
