@@ -25,6 +25,11 @@ def will_accumulate(node: Node, name: str) -> bool:
         ) from None
 
 
+def graph_is_kept() -> bool:
+    """Whether the backward now running leaves its graph for another one (``retain_graph=True``)."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
 def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Lets a backward run without recording, and refuses to be differentiated itself.
 

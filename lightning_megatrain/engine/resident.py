@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from lightning_megatrain.engine.accounting import Accounting, Holding
-from lightning_megatrain.engine.autograd import differentiable_once, will_accumulate
+from lightning_megatrain.engine.autograd import differentiable_once, graph_is_kept, will_accumulate
 from lightning_megatrain.engine.checksum import checksum
 from lightning_megatrain.engine.gradients import Gradients, has_hooks
 from lightning_megatrain.engine.lanes import Event, Lanes
@@ -35,7 +35,9 @@ class _Bind(torch.autograd.Function):
     @differentiable_once
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         residents: Residents = ctx.residents
-        ctx.resident.outstanding.discard(ctx)
+        more_to_come = len(ctx.resident.outstanding) > 1
+        if not graph_is_kept():
+            ctx.resident.outstanding.discard(ctx)
         node = ctx.next_functions[-1][0]
         if not (will_accumulate(node, ctx.resident.name) and ctx.parameter.requires_grad):
             return None, None, None, None
@@ -43,7 +45,7 @@ class _Bind(torch.autograd.Function):
         if has_hooks(ctx.parameter):
             return None, None, None, gradient.to(ctx.parameter.device, dtype=ctx.parameter.grad_dtype)
         residents.gradients.listen(node, ctx.parameter)
-        residents.gradients.deliver([(ctx.parameter, gradient)], more_to_come=len(ctx.resident.outstanding) > 0)
+        residents.gradients.deliver([(ctx.parameter, gradient)], more_to_come)
         return None, None, None, None
 
 
@@ -75,7 +77,7 @@ class _Resident:
     """Its checksum then: code may write it through `.data`, which no version tells. None where that is known not to happen."""
     stamp: tuple[int, int, bool] | None = None
     outstanding: "WeakSet[Any]" = field(default_factory=WeakSet)
-    """Copies, this one and those of earlier calls, whose backward may still come: leaves it when that has run, or its graph is gone."""
+    """Copies, this one and those of earlier calls, whose backward may still come: leaves it when the last has run, or its graph is gone."""
 
     def now(self) -> tuple[int, int, bool]:
         return self.parameter._version, self.parameter.data_ptr(), self.parameter.requires_grad

@@ -11,7 +11,7 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from lightning_megatrain.engine import hugging_face
 from lightning_megatrain.engine.accounting import Holding, storages
-from lightning_megatrain.engine.autograd import differentiable_once, will_accumulate
+from lightning_megatrain.engine.autograd import differentiable_once, graph_is_kept, will_accumulate
 from lightning_megatrain.engine.buffers import BufferPlace
 from lightning_megatrain.engine.calls import Arguments, Results
 from lightning_megatrain.engine.casts import CastWatch, casting, may_be_watched
@@ -252,10 +252,12 @@ class _StreamedLayer(torch.autograd.Function):
                 with reentrant_checkpoints_named(layer):
                     torch.autograd.backward([edge for edge, _ in pairs], [grad for _, grad in pairs], inputs=leaves)
             del pairs
-        call.outstanding(False)
+        more_to_come = layer.outstanding > 1
+        if not graph_is_kept():
+            call.outstanding(False)
         layer.set_mode(call.mode._replace(decided=True))  # as its weights will be sent for the next call
         arrived = [(parameter, weight.grad) for parameter, weight in zip(parameters, weights, strict=True) if weight.grad is not None]
-        engine.gradients.deliver([(p, grad) for p, grad in arrived if not has_hooks(p)], more_to_come=layer.outstanding > 0)
+        engine.gradients.deliver([(p, grad) for p, grad in arrived if not has_hooks(p)], more_to_come)
         returned = {p: grad.to(p.device, dtype=p.grad_dtype) for p, grad in arrived if has_hooks(p)}
         if call.saved is not None:
             call.saved.release()

@@ -67,6 +67,25 @@ def test_under_autocast_too(region: str, cache: bool) -> None:
     assert differences(calls=(2, 3), region=region, cache=cache) == {}
 
 
+@pytest.mark.parametrize("device", ["cpu", "emu"])
+def test_the_second_backward_of_a_kept_graph_too(device: str) -> None:
+    def gradients_of(model: Tower, device: str) -> dict[str, Tensor | None]:
+        loss = loss_of(model, tokens(device=device)) + loss_of(model, tokens(1, device))
+        loss.backward(retain_graph=True)
+        (0.37 * loss).backward()
+        return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+
+    torch.manual_seed(0)
+    expected = gradients_of(Tower(layers=3), "cpu")
+    torch.manual_seed(0)
+    model = Tower(layers=3)
+    with emulated_device(), Engine(model, device) as engine:
+        found = gradients_of(model, device)
+        assert not any(layer.outstanding for layer in engine.layers)
+        assert not any(resident.outstanding for resident in engine._residents._residents)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
 def test_a_resident_parameter_that_a_call_uses_twice_is_summed_call_by_call() -> None:
     """Plain training adds up four uses one by one, here two and two: the same numbers in another order, of which FP32 loses last bits."""
     assert differences(calls=(1, 1), tied=True) == {}
