@@ -121,6 +121,9 @@ class DynamicLoader:
     nothing_left = False
     """Whether the next batch that is asked for is one behind an epoch's last. A Trainer that resumes from there sets it."""
 
+    inside_epoch = False
+    """Whether the first batch after a resume is one of the epoch that was begun. A Trainer that resumes inside an epoch sets it."""
+
     @classmethod
     def from_dataloader(
         cls,
@@ -388,13 +391,19 @@ class DynamicLoader:
     def set_epoch(self, epoch: int) -> None:
         """Begin epoch ``epoch``, unless the loader is in it already. Lightning calls this at the start of every epoch.
 
-        A run that resumes from the end of an epoch may count that epoch twice, the second time without a batch. The loader does not.
+        A run that resumes from the end of an epoch may count that epoch twice, the second time without a batch. One that `max_steps` ended
+        inside an epoch counted it, and counts it again when it goes on. The loader does not.
         """
         number = epoch - self._epochs_without_batches
-        if number != self.epoch and self._untouched and not self.delivered:
-            self._epochs_without_batches += number - self.epoch
+        if number != self.epoch and self._untouched and (self.inside_epoch or not self.delivered):
+            self._epochs_without_batches += max(number - self.epoch, 0)  # less: one of several loaders, begun anew within the epoch
         elif number != self.epoch:
             self._begin_epoch(number)
+
+    def end_epoch(self) -> None:
+        """End the epoch, of which batches may be left (`limit_train_batches`): the next batch is the first of the one behind it."""
+        if self.delivered:
+            self._begin_epoch(self.epoch + 1)
 
     def _begin_epoch(self, epoch: int) -> None:
         self._planner.begin_epoch(epoch, again=self.same_every_epoch)
@@ -403,7 +412,8 @@ class DynamicLoader:
     def state_dict(self) -> dict[str, Any]:
         """Return the place in the data and the decisions in force, for a checkpoint."""
         domains = list(self.domains) if self.has_domains else []
-        return {**self._planner.state_dict(), "domains": domains, "shuffle_buffers": dict(self.data.shuffle_buffers)}
+        more = {"domains": domains, "shuffle_buffers": dict(self.data.shuffle_buffers)}
+        return {**self._planner.state_dict(), **more, "epochs_without_batches": self._epochs_without_batches}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to the place that :meth:`state_dict` returned; the next batch is the one that would have followed.

@@ -37,10 +37,15 @@ class LoaderPlace(pl.Callback):
             if isinstance(saver, ModelCheckpoint) and not saver._last_global_step_saved:
                 saver._last_global_step_saved = trainer.global_step
         epoch_loop, fetcher = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher
+        ended = epoch_loop.restarting and epoch_loop._num_ready_batches_reached()
+        inside = epoch_loop.restarting and epoch_loop.batch_progress.current.ready > 0 and not ended
         # a checkpoint from within the last batch (`every_n_train_steps`) begins the next epoch at once
-        at_end = epoch_loop.restarting and epoch_loop._num_ready_batches_reached() and not epoch_loop.restarted_on_train_batch_end
+        at_end = ended and not epoch_loop.restarted_on_train_batch_end
         for loader in loaders:
             loader.same_every_epoch = getattr(trainer, "overfit_batches", 0) > 0  # set on it by name
+            loader.inside_epoch = inside
+            if ended:
+                loader.end_epoch()
             loader.nothing_left = at_end and fetcher is not None and not epoch_loop._should_check_val_fx(fetcher)
 
 

@@ -120,6 +120,45 @@ def test_under_max_steps_an_epochs_end_is_resumed_from_too(make, accumulate, val
     assert run("first", 6).seen + run("rest", 24, ckpt_path=next((tmp_path / "first").iterdir())).seen == whole.seen
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("make", [one_pass, long_mixture, wrapped])
+def test_a_run_that_max_steps_ended_inside_an_epoch_goes_on_inside_it(make, accumulate, tmp_path):
+    """Lightning counts the epoch in which the run ended, and counts it again when the run goes on in it."""
+
+    def run(steps, **options):
+        module, loader = Linear(), make()
+        callbacks = [RandomSelection(size=3, warmup_steps=99)] if isinstance(loader, DataLoader) else []
+        options |= {"accumulate_grad_batches": accumulate, "max_steps": steps // accumulate}
+        return module, fit(module, loader, callbacks, max_epochs=None, **options)
+
+    whole, _ = run(24)
+    modules = []
+    for i, steps in enumerate((8, 16, 24)):  # 8 of 24, then 16, are inside the second and the third epoch of 6
+        module, trainer = run(steps, ckpt_path=tmp_path / f"{i - 1}.ckpt" if i else None)
+        trainer.save_checkpoint(tmp_path / f"{i}.ckpt")
+        modules.append(module)
+    assert sum((module.seen for module in modules), []) == whole.seen
+    assert torch.equal(modules[-1].layer.weight, whole.layer.weight)
+
+
+@pytest.mark.parametrize("limit", [6, 3], ids=["whole-epochs", "epochs-cut-short"])
+def test_resumed_from_an_epochs_end_and_then_from_every_later_step(limit, tmp_path):
+    def run(folder, **options):
+        module = Linear()
+        at_end = ModelCheckpoint(tmp_path / folder, save_top_k=-1, filename="end-{step}", save_on_train_epoch_end=True)
+        every_step = ModelCheckpoint(tmp_path / folder, save_top_k=-1, filename="{step}", every_n_train_steps=1)
+        options |= {"max_epochs": None, "max_steps": 3 * limit, "limit_train_batches": limit, "enable_checkpointing": True}
+        fit(module, one_pass(), [at_end, every_step], **options)
+        return module
+
+    whole = run("whole")
+    run("once", ckpt_path=tmp_path / "whole" / f"end-step={limit}.ckpt")
+    for step in range(limit + 1, 3 * limit):
+        again = run("again", ckpt_path=tmp_path / "once" / f"step={step}.ckpt")
+        assert again.seen == whole.seen[step:], step
+        assert torch.equal(again.layer.weight, whole.layer.weight)
+
+
 def test_epochs_cut_short_go_on_too(tmp_path):
     whole, resumed = Linear(), Linear()
     saver = ModelCheckpoint(tmp_path, save_top_k=-1, save_on_train_epoch_end=True, filename="{epoch}")
