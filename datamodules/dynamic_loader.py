@@ -394,6 +394,8 @@ class DynamicLoader:
         A run that resumes from the end of an epoch may count that epoch twice, the second time without a batch. One that `max_steps` ended
         inside an epoch counted it, and counts it again when it goes on. The loader does not.
         """
+        if epoch < self._epochs_without_batches:
+            self._epochs_without_batches = 0  # another Trainer, that counts from the start
         number = epoch - self._epochs_without_batches
         if number != self.epoch and self._untouched and (self.inside_epoch or not self.delivered):
             self._epochs_without_batches += max(number - self.epoch, 0)  # less: one of several loaders, begun anew within the epoch

@@ -159,6 +159,15 @@ def test_resumed_from_an_epochs_end_and_then_from_every_later_step(limit, tmp_pa
         assert torch.equal(again.layer.weight, whole.layer.weight)
 
 
+def test_a_loader_that_was_resumed_serves_a_new_trainer_too(tmp_path):
+    first, loader = Linear(), one_pass()
+    fit(first, one_pass(), max_epochs=None, max_steps=6).save_checkpoint(tmp_path / "end.ckpt")
+    fit(Linear(), loader, max_epochs=None, max_steps=12, ckpt_path=tmp_path / "end.ckpt")  # counts the first epoch twice
+    new = Linear()
+    fit(new, loader)
+    assert new.seen == first.seen
+
+
 def test_epochs_cut_short_go_on_too(tmp_path):
     whole, resumed = Linear(), Linear()
     saver = ModelCheckpoint(tmp_path, save_top_k=-1, save_on_train_epoch_end=True, filename="{epoch}")
