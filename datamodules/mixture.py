@@ -95,7 +95,8 @@ class MixtureDataModule(L.LightningDataModule):
         # Only what finds the tokenizer again: an exported model needs it, and the rest is in the run's config.yaml.
         # The frame is given: Lightning's own look for it leaves a cycle, so that all that callers hold lives until the garbage collector
         # comes, which needs five seconds for each worker of a loader.
-        self.save_hyperparameters("tokenizer", "block_size", frame=inspect.currentframe())
+        # A mapping, as the command line's arguments, which Lightning would look them up in, are those of a subclass.
+        self.save_hyperparameters({"tokenizer": tokenizer, "block_size": block_size}, frame=inspect.currentframe())
 
     @property
     def domain_names(self) -> list[str]:

@@ -104,6 +104,27 @@ def test_the_config_counts_not_the_checkpoints_hyperparameters(config, monkeypat
     assert rates == [0.5]
 
 
+def test_subclasses_with_other_arguments_run_from_the_command_line(config, tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(
+        "from lightning_megatrain.datamodules import MixtureDataModule\n"
+        "from lightning_megatrain.language_model import CausalLM\n"
+        "class Model(CausalLM):\n"
+        "    def __init__(self, model: dict, width: int = 3):\n"
+        "        super().__init__(model, schedule='constant')\n"
+        "class Data(MixtureDataModule):\n"
+        "    def __init__(self, domains: dict, rows: int = 2):\n"
+        "        super().__init__(domains, tokenizer='bytes', block_size=16, batch_size=rows, cache_dir='cache')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    domains = {"ants": {"files": "ants.jsonl"}, "bees": {"files": "bees.jsonl"}}
+    config["model"] = {"class_path": "mine.Model", "init_args": {"model": config["model"]["init_args"]["model"]}}
+    config["data"] = {"class_path": "mine.Data", "init_args": {"domains": domains, "rows": 3}}
+    run(config, "fit")
+    saved = torch.load("saved/last.ckpt", weights_only=True)
+    assert saved["hyper_parameters"]["width"] == 3
+    assert {"tokenizer": "bytes", "block_size": 16}.items() <= saved["datamodule_hyper_parameters"].items()
+
+
 @pytest.mark.parametrize(
     ("place", "key", "message"),
     [

@@ -106,6 +106,11 @@ class CausalLM(L.LightningModule):
         if lora is not None:
             import_peft()
         self.save_hyperparameters(frame=inspect.currentframe())  # Lightning's own look for it leaves a cycle that keeps the weights
+        # not read from `hparams`: a subclass's arguments of the same name take their place there
+        self.learning_rate, self.weight_decay, self.optimizer_args = learning_rate, weight_decay, optimizer_args or {}
+        self.schedule, self.warmup_steps, self.min_lr_ratio = schedule, warmup_steps, min_lr_ratio
+        self._model, self._revision, self._attn_implementation, self._lora = model, revision, attn_implementation, lora
+        self._token_slice = token_slice
         self.config: PretrainedConfig = load_config(model, revision)
         self.optimizer_class = import_class(optimizer)
         self.model: PreTrainedModel | None = None
@@ -123,7 +128,7 @@ class CausalLM(L.LightningModule):
         """Build the model and its weights, once."""
         if self.model is not None:
             return
-        self.model = self.build(pretrained=isinstance(self.hparams["model"], str)).train()
+        self.model = self.build(pretrained=isinstance(self._model, str)).train()
 
     def build(self, pretrained: bool) -> PreTrainedModel:
         """Make a Hugging Face model as the arguments say, adapters included.
@@ -131,10 +136,9 @@ class CausalLM(L.LightningModule):
         Args:
             pretrained: Load the weights; else they are random.
         """
-        given = self.hparams
-        model = build_model(given["model"], self.config, given["revision"], given["attn_implementation"], given["lora"], pretrained)
-        if given["token_slice"] is not None:
-            slice_tokens(model, given["token_slice"])
+        model = build_model(self._model, self.config, self._revision, self._attn_implementation, self._lora, pretrained)
+        if self._token_slice is not None:
+            slice_tokens(model, self._token_slice)
         return model
 
     @override
@@ -186,15 +190,13 @@ class CausalLM(L.LightningModule):
         assert self.model is not None
         trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
         groups = [
-            {"params": [p for p in trained if p.dim() > 1], "weight_decay": self.hparams["weight_decay"]},
+            {"params": [p for p in trained if p.dim() > 1], "weight_decay": self.weight_decay},
             {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0},  # norms and biases
         ]
-        optimizer = self.optimizer_class(
-            [group for group in groups if group["params"]], lr=self.hparams["learning_rate"], **(self.hparams["optimizer_args"] or {})
-        )
-        if self.hparams["schedule"] != "constant" and self.trainer.max_steps == -1 and self.trainer.max_epochs == -1:
+        optimizer = self.optimizer_class([group for group in groups if group["params"]], lr=self.learning_rate, **self.optimizer_args)
+        if self.schedule != "constant" and self.trainer.max_steps == -1 and self.trainer.max_epochs == -1:
             raise MisconfigurationException(
-                f"schedule={self.hparams['schedule']!r} ends with the training, which has no end: set `max_steps` or `max_epochs` "
+                f"schedule={self.schedule!r} ends with the training, which has no end: set `max_steps` or `max_epochs` "
                 "in the Trainer, or schedule='constant'."
             )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": LambdaLR(optimizer, self._rate), "interval": "step"}}
@@ -309,10 +311,7 @@ class CausalLM(L.LightningModule):
     def _rate(self, step: int) -> float:
         # The number of steps is asked for only while training: before, it would build the loaders early, and Lightning would lose their
         # resumed position.
-        given = self.hparams
-        return share_of_peak(
-            given["schedule"], step, lambda: self.trainer.estimated_stepping_batches, given["warmup_steps"], given["min_lr_ratio"]
-        )
+        return share_of_peak(self.schedule, step, lambda: self.trainer.estimated_stepping_batches, self.warmup_steps, self.min_lr_ratio)
 
     def _check_packing(self, batch: Batch) -> None:
         """Once, before the first batch of packed documents: see that this model keeps them apart."""

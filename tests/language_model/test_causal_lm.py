@@ -5,6 +5,7 @@ import sys
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -314,6 +315,27 @@ def test_a_model_that_ignores_positions_refuses_packed_rows():
     row = {"input_ids": ids, "labels": ids, "position_ids": torch.arange(6).repeat(2)}
     with pytest.raises(MisconfigurationException, match=r"OPTForCausalLM \(opt\) does not keep packed documents apart.*packing='padded'"):
         make_trainer(max_steps=1).fit(CausalLM(opt), loader([row], 1))
+
+
+def test_a_subclass_trains_with_what_it_passes_on_and_not_with_its_own_arguments_of_that_name():
+    class PerThousand(CausalLM):
+        def __init__(self, model, learning_rate=5.0):
+            super().__init__(model, learning_rate=learning_rate / 1000, schedule="constant")
+
+    module = PerThousand(LLAMA)
+    assert module.hparams["learning_rate"] == 5.0
+    make_trainer(max_steps=1).fit(module, loader([{"input_ids": torch.arange(3, 15), "labels": torch.arange(3, 15)}], 1))
+    assert module.optimizers().param_groups[0]["lr"] == 0.005
+
+
+def test_the_rate_finder_sets_the_rate():
+    module = CausalLM(LLAMA, schedule="constant")
+    rows = [{"input_ids": torch.arange(3, 15), "labels": torch.arange(3, 15)}] * 40
+    trainer = make_trainer(max_steps=40)
+    found = Tuner(trainer).lr_find(module, loader(rows, 1), num_training=30, early_stop_threshold=None).suggestion()
+    assert found not in (None, 3e-4)
+    trainer.fit(module, loader(rows, 1))
+    assert trainer.optimizers[0].param_groups[0]["lr"] == module.hparams["learning_rate"] == found
 
 
 def test_weights_that_are_not_finite_are_named_and_not_the_packing():
