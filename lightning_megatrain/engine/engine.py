@@ -322,8 +322,8 @@ class Engine:
             if on_host and not self._lanes.in_host_memory:
                 raise RuntimeError(
                     f"Streamed layer {layer.name!r} no longer holds the parameters it had when training began ({', '.join(replaced)} was "
-                    "replaced, as pruning and re-parametrizing do). Change the module before training, or keep the layer on the device "
-                    f"with resident=[{layer.name!r}]."
+                    "replaced, as pruning and re-parametrizing do). Change the module before training, or train with "
+                    "Trainer(strategy='auto')."
                 )
             return plain(module, *args, **kwargs)
         return self._within(module, lambda *args, **kwargs: run_layer(self, layer, args, kwargs), args, kwargs)
