@@ -128,7 +128,7 @@ def _accumulate(parameter: Parameter, gradient: Tensor, owned: bool) -> None:
     if held is None:
         parameter.grad = _like(parameter, gradient, owned, parameter.grad_dtype or gradient.dtype)
     elif held.layout is not torch.strided:
-        parameter.grad = held + gradient if gradient.layout is held.layout else gradient + held  # torch adds sparse to dense alone
+        parameter.grad = _sum(held, gradient)
     elif parameter.grad_dtype is None and held.dtype is not torch.float32:
         parameter.grad = held.float().add_(gradient)
     else:
@@ -136,8 +136,10 @@ def _accumulate(parameter: Parameter, gradient: Tensor, owned: bool) -> None:
 
 
 def _sum(known: Tensor, gradient: Tensor) -> Tensor:
-    """Adds in place, but for a dense gradient to a sparse one (an embedding's), which torch adds the other way round alone."""
-    return gradient + known if gradient.layout is torch.strided and known.layout is not torch.strided else known.add_(gradient)
+    """Adds in place where the first is dense; a sparse one (an embedding's) cannot take a dense one in, and torch adds it to that alone."""
+    if known.layout is torch.strided:
+        return known.add_(gradient)
+    return known + gradient if gradient.layout is known.layout else gradient + known
 
 
 def _like(parameter: Parameter, gradient: Tensor, owned: bool, dtype: torch.dtype) -> Tensor:
