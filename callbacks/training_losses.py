@@ -12,9 +12,9 @@ from weakref import WeakKeyDictionary
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.plugins.precision.utils import _DtypeContextManager
 from torch import Tensor
 
-from lightning_megatrain.callbacks.default_dtype import default_dtype
 from lightning_megatrain.callbacks.errors import PolicyError
 from lightning_megatrain.callbacks.step_losses import (
     WHAT_TO_RETURN,
@@ -79,7 +79,7 @@ class _Tap:
             with watch_model(module) as outputs:
                 result = given(*args, **kwargs)
             batch = kwargs["batch"] if "batch" in kwargs else args[0]
-            with default_dtype(torch.float32):
+            with _DtypeContextManager(torch.float32):  # in a step of bf16-true the default is BF16
                 return self._weigh(module, result, batch, outputs)
 
         module.training_step = training_step  # type: ignore[method-assign]

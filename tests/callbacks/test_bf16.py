@@ -4,11 +4,11 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
+from lightning.fabric.plugins.precision.utils import _DtypeContextManager
 from torch import nn
 
 from lightning_megatrain import MegaTrainStrategy
 from lightning_megatrain.callbacks import LESS, ODM, DoReMi, LossReweighting, LossSelection, ReweightingPolicy
-from lightning_megatrain.callbacks.default_dtype import default_dtype
 from lightning_megatrain.callbacks.selection.selection import Selected
 from lightning_megatrain.datamodules import DynamicLoader
 from lightning_megatrain.language_model import CausalLM
@@ -93,7 +93,7 @@ def test_doremi_compares_with_a_reference_in_bf16_too(strategy, tmp_path):
     module = train(policy, strategy)
     x, index, losses = module.steps[0]
     assert x.dtype == losses.dtype == torch.bfloat16
-    with default_dtype(torch.bfloat16), torch.no_grad():
+    with _DtypeContextManager(torch.bfloat16), torch.no_grad():
         excess = (losses.float() - reference.bfloat16().compute_sample_losses((x, None)).float()).clamp(min=0)
     for name, parity_ in (("a", 0), ("b", 1)):
         own = [float(e) for i, e in zip(index, excess, strict=True) if i % 2 == parity_]
@@ -135,7 +135,7 @@ def test_selections_score_a_bf16_model(policy, strategy):
     assert len(set(chosen[0].index.tolist())) == 8
     if isinstance(policy, LossSelection):
         model = Stacked().bfloat16()
-        with default_dtype(torch.bfloat16), torch.no_grad():
+        with _DtypeContextManager(torch.bfloat16), torch.no_grad():
             wanted = model.compute_sample_losses((Points().x.bfloat16(), None)).float()
         assert np.array_equal(chosen[0].score, wanted.double().numpy()[chosen[0].index])
 
@@ -170,7 +170,7 @@ def test_a_language_models_count_and_logged_loss_are_not_rounded(strategy):
 
 
 def test_pooling_within_a_training_step_counts_further_than_bf16_does():
-    with default_dtype(torch.bfloat16), torch.autocast("cpu", torch.bfloat16):
+    with _DtypeContextManager(torch.bfloat16), torch.autocast("cpu", torch.bfloat16):
         places = torch.arange(300.0, dtype=torch.float32).view(1, 300, 1)
         assert pool(places, None, "last_token").tolist() == [[299.0]]
         assert pool(places, None, "mean").dtype == torch.float32
