@@ -166,8 +166,7 @@ class DynamicLoader:
         self._earlier: DynamicLoader | None = None  # whose decisions to take over
         self._stale = False  # what the DataLoader's iterator has fetched ahead is out of date
         self._unused: Iterator[Any] | None = None  # a DataLoader's iterator, with no batch taken
-        self._resumed = False
-        self._untouched = False  # resumed, and no batch handed out since
+        self._resumed = False  # and no batch handed out since
         self._epochs_without_batches = 0
 
     # ---------------------------------------------------------------- what it holds
@@ -385,7 +384,6 @@ class DynamicLoader:
     def __iter__(self) -> Iterator[Any]:
         if self.delivered and (not self._resumed or self.delivered >= len(self)):
             self._begin_epoch(self.epoch + 1)
-        self._resumed = False
         return Epoch(self)
 
     def set_epoch(self, epoch: int) -> None:
@@ -397,7 +395,7 @@ class DynamicLoader:
         if epoch < self._epochs_without_batches:
             self._epochs_without_batches = 0  # another Trainer, that counts from the start
         number = epoch - self._epochs_without_batches
-        if number != self.epoch and self._untouched and (self.inside_epoch or not self.delivered):
+        if number != self.epoch and self._resumed and (self.inside_epoch or not self.delivered):
             self._epochs_without_batches += max(number - self.epoch, 0)  # less: one of several loaders, begun anew within the epoch
         elif number != self.epoch:
             self._begin_epoch(number)
@@ -431,4 +429,4 @@ class DynamicLoader:
         self.data.check_same_buffers(state.get("shuffle_buffers", {}))
         self._planner.load_state_dict(state)
         self._epochs_without_batches = state.get("epochs_without_batches", 0)
-        self._stale = self._resumed = self._untouched = True
+        self._stale = self._resumed = True

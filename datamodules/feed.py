@@ -26,7 +26,7 @@ class Epoch(Iterator[Any]):
         if self._loader._stale:
             self._batches = self._begin()
         batch = next(self._batches)
-        self._loader._unused, self._loader._untouched = None, False
+        self._loader._unused, self._loader._resumed = None, False
         self._loader.last = self._loader._planner.hand_out()
         return batch
 
